@@ -1,0 +1,162 @@
+"""AdaRotary, and the one place where it enters a transformers model.
+
+This file needs torch and nothing of ropex: export writes its source into every per-head checkpoint, so that what was
+trained and what is served are the same lines.
+
+B batch, T tokens, Hq query heads, Hkv key/value heads, D head_dim, R rotary dims, F = R/2 pairs.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class AdaRotary(nn.Module):
+    """Rotary embedding with frequencies per key/value head and an attention scale per query head.
+
+    theta = theta0 * exp(delta), radians per token; the query is scaled by
+    lambda(L) = (1/tau) * ln(1 + max(L, window)/window)^gamma * (1 + log_coef * ln max(1, L/window))^2
+    (AdaRoPE, ICML 2026, with delta = xi - ln theta0; the last factor is RoPE-ID's, ICLR 2026, and 1 elsewhere).
+    delta = 0, tau = 1, gamma = 0, log_coef = 0 is plain rope with the table theta0, bit for bit.
+
+    Tensors, all float32 whatever the model's dtype: theta0 [F] (a buffer; 0 means the pair does not rotate),
+    delta [Hkv, F], tau [Hq], gamma [Hq]; one row instead of Hkv or Hq where heads share.
+    """
+
+    _keep_in_fp32_modules_strict = frozenset({"adarope"})
+
+    def __init__(
+        self,
+        pairs: int,
+        query_heads: int,
+        kv_heads: int,
+        window: int,
+        *,
+        log_coef: float = 0.0,
+        interleaved: bool = False,
+        length: str = "position",
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.window, self.log_coef, self.interleaved, self.length = window, log_coef, interleaved, length
+        float32 = {"dtype": torch.float32, "device": device}
+        self.theta0 = nn.Buffer(torch.full((pairs,), torch.nan, **float32))  # NaN: a table that never came is loud
+        self.delta = nn.Parameter(torch.zeros(kv_heads, pairs, **float32))
+        self.tau = nn.Parameter(torch.ones(query_heads, **float32))
+        self.gamma = nn.Parameter(torch.zeros(query_heads, **float32))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "AdaRotary":
+        """Follow the model to its device, never to its dtype."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+    def theta(self) -> torch.Tensor:
+        """Frequencies [Hkv or 1, F], radians per token."""
+        return self.theta0 * self.delta.exp()
+
+    def scale(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """lambda [B, Hq or 1, T] for the queries at position_ids [B, T]; L is position + 1, or the row's whole length."""
+        ratio = (position_ids.float() + 1) / self.window
+        if self.length == "sequence":
+            ratio = ratio.amax(-1, keepdim=True).expand_as(ratio)
+        ratio = ratio.clamp(min=1)[:, None]
+        scale = (self.gamma[:, None] * ratio.log1p().log()).exp() / self.tau[:, None]
+        return scale * (1 + self.log_coef * ratio.log()).square() if self.log_coef else scale
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q [B, Hq, T, D] and k [B, Hkv, T, D] at position_ids [B, T] or [1, T]; only q is scaled."""
+        with torch.autocast(q.device.type, enabled=False):
+            # Angles and their cosines in float32, cast once: 16-bit positions collapse neighbouring tokens.
+            angles = position_ids[:, None, :, None].float() * self.theta()[:, None]
+            cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+            if cos.shape[1] > 1:  # query heads of a group share their key's rotation
+                groups = q.shape[1] // cos.shape[1]
+                q_cos, q_sin = cos.repeat_interleave(groups, 1), sin.repeat_interleave(groups, 1)
+            else:
+                q_cos, q_sin = cos, sin
+            rotated = rotate(q, q_cos, q_sin, self.interleaved)
+            q = (rotated * self.scale(position_ids)[..., None]).to(q.dtype)
+            return q, rotate(k, cos, sin, self.interleaved)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Turn the first R = 2F channels of x [..., T, D] by angles whose cos and sin are [..., T, F]; the rest stay."""
+    span = 2 * cos.shape[-1]
+    turning, rest = x[..., :span], x[..., span:]
+    first, second = (
+        (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    )
+    a, b = first * cos - second * sin, second * cos + first * sin
+    out = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+    return torch.cat((out, rest), -1) if rest.shape[-1] else out
+
+
+class RotaryCall:
+    """What a converted layer gets in place of the cosines: its own rotary and its own positions."""
+
+    def __init__(self, rotary: AdaRotary, position_ids: torch.Tensor) -> None:
+        self.rotary, self.position_ids = rotary, position_ids
+
+
+def hand_over(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Forward pre-hook of a converted attention layer: its rotary stands in for (cos, sin)."""
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        raise ValueError(f"{type(module).__name__} was called without position_ids: AdaRotary needs them")
+    kwargs["position_embeddings"] = (RotaryCall(module.adarope, positions), None)
+    if "flash" in str(module.config._attn_implementation) and bool((positions.diff(dim=-1) > 0).all()):
+        # Flash attention reads a jump in the positions as a new document; one that only moves forward is none.
+        kwargs["position_ids"] = None
+    return args, kwargs
+
+
+def count_from_first_token(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Forward pre-hook of the decoder: with left padding a row's positions start at its first real token."""
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        tokens = kwargs.get("input_ids")
+        tokens = args[0] if tokens is None and args else tokens
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    return args, kwargs
+
+
+def dispatch(apply_rotary_pos_emb: Any) -> Any:
+    """A layer that hands over a RotaryCall is turned by its own rotary; every other layer as before."""
+
+    @functools.wraps(apply_rotary_pos_emb)
+    def apply(q: Any, k: Any, cos: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(cos, RotaryCall):
+            return cos.rotary(q, k, cos.position_ids)
+        return apply_rotary_pos_emb(q, k, cos, *args, **kwargs)
+
+    apply.dispatches_adarope = True  # type: ignore[attr-defined]
+    return apply
+
+
+def install(model: nn.Module, attention: str, make: Any) -> list[AdaRotary]:
+    """Give every layer of class name `attention` the AdaRotary that make(layer) returns; return them in layer order.
+
+    The layer's own modeling file gets a dispatching apply_rotary_pos_emb, once a process. No attention is rewritten.
+    """
+    layers = [m for m in model.modules() if type(m).__name__ == attention]
+    rotaries = []
+    for layer in layers:
+        layer.adarope = make(layer)
+        layer.register_forward_pre_hook(hand_over, with_kwargs=True)
+        rotaries.append(layer.adarope)
+        modeling = sys.modules[type(layer).__module__]
+        if not hasattr(modeling.apply_rotary_pos_emb, "dispatches_adarope"):
+            modeling.apply_rotary_pos_emb = dispatch(modeling.apply_rotary_pos_emb)
+    if layers:
+        model.get_decoder().register_forward_pre_hook(count_from_first_token, with_kwargs=True)
+    return rotaries

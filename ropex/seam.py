@@ -1,0 +1,110 @@
+"""attach: make a stock transformers model turn its heads by AdaRotary."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ropex.config import Rope, rope_of
+from ropex.errors import CheckpointError, UnsupportedError
+from ropex.rotary import AdaRotary, install
+from ropex.spec import RotarySpec, method_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROTARY_TENSORS = ("theta0", "delta", "tau", "gamma")
+
+
+def rope_of_model(model: "PreTrainedModel") -> Rope:
+    """The rotary embedding that a stock model's own config states."""
+    return rope_of(model.config.to_dict())
+
+
+def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
+    """Put an AdaRotary on every attention layer of a stock model, in place, and return the model.
+
+    The model stays of its class; its state_dict gains `...self_attn.adarope.{theta0,delta,tau,gamma}`. Other models in
+    the process are untouched. Errors: UnsupportedError for an unknown architecture or a model that is converted
+    already.
+    """
+    rope = rope_of_model(model)
+    if rotaries(model):
+        raise UnsupportedError("this model is converted already: load the parent checkpoint, or continue this one")
+    found = spec.table(rope)
+    sharing = spec.share_heads or not spec.learned
+    first: AdaRotary | None = None
+
+    def make(layer: torch.nn.Module) -> AdaRotary:
+        nonlocal first
+        rotary = AdaRotary(
+            rope.pairs,
+            1 if sharing else rope.heads,
+            1 if sharing else rope.kv_heads,
+            spec.window,
+            log_coef=found.log_coef,
+            interleaved=rope.family.pairing == "interleaved",
+            length=spec.length,
+            device=next(layer.parameters()).device,
+        )
+        with torch.no_grad():
+            rotary.theta0.copy_(found.theta)
+            rotary.tau.fill_(1.0 / found.attention_factor**2)
+        rotary.delta.requires_grad_(spec.learned and spec.ada_freq)
+        rotary.tau.requires_grad_(spec.learned and spec.ada_scale)
+        rotary.gamma.requires_grad_(spec.learned and spec.ada_scale)
+        if sharing:  # one set of parameters for the whole model
+            first = first or rotary
+            rotary.delta, rotary.tau, rotary.gamma = first.delta, first.tau, first.gamma
+        return rotary
+
+    made = install(model, rope.family.attention, make)
+    if len(made) != rope.layers:
+        raise UnsupportedError(
+            f"{type(model).__name__} has {len(made)} {rope.family.attention} layers where its config says {rope.layers}"
+        )
+    model.ropex_spec = spec
+    return model
+
+
+def rotaries(model: torch.nn.Module) -> list[AdaRotary]:
+    """The AdaRotary modules of a model, in layer order; empty for a stock one."""
+    return [m for m in model.modules() if isinstance(m, AdaRotary)]
+
+
+def rotary_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every rotary tensor by its checkpoint name, float32, on the CPU; shared ones appear once a layer."""
+    return {
+        f"{name}.{tensor}": getattr(module, tensor).detach().float().cpu().clone()
+        for name, module in model.named_modules()
+        if isinstance(module, AdaRotary)
+        for tensor in ROTARY_TENSORS
+    }
+
+
+def load_rotary_state(model: torch.nn.Module, tensors: dict[str, torch.Tensor], where: str) -> None:
+    """Copy rotary tensors into a converted model; a missing, mis-shaped or extra one is an error that names it."""
+    expected = rotary_state(model)
+    for name, current in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{where} lacks the rotary tensor {name}: the checkpoint is incomplete")
+        if tensors[name].shape != current.shape:
+            raise CheckpointError(
+                f"{where}: {name} has shape {list(tensors[name].shape)} where {list(current.shape)} is expected"
+            )
+        if tensors[name].dtype != torch.float32:
+            raise CheckpointError(f"{where}: {name} is {tensors[name].dtype}; rotary tensors are float32")
+        if not torch.isfinite(tensors[name]).all():
+            raise CheckpointError(f"{where}: {name} has values that are not finite numbers")
+    if extra := sorted(set(tensors) - set(expected)):
+        raise CheckpointError(f"{where} has a rotary tensor that its config does not know: {extra[0]}")
+    modules = dict(model.named_modules())
+    with torch.no_grad():
+        for name, value in tensors.items():
+            module, _, tensor = name.rpartition(".")
+            getattr(modules[module], tensor).copy_(value)
+
+
+def method_of(model: "PreTrainedModel") -> str:
+    """The rotary method of a loaded model, in our terms."""
+    spec: Any = getattr(model, "ropex_spec", None)
+    return spec.method if spec is not None else method_name(model.config.to_dict())

@@ -1,0 +1,302 @@
+"""Every rotary method: its frequency table, its scale, and how a stock config spells it. One registry, METHODS.
+
+Frequencies are radians per token, float32, one per channel pair, fastest first; 0 means the pair does not rotate.
+torch is imported where tables are computed, so that names and help cost nothing.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ropex.config import Rope
+from ropex.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+Params = Mapping[str, Any]
+RopeParameters = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """theta: frequencies [F]. attention_factor: m, multiplied into both q and k, so the logits grow by m^2.
+    log_coef: c in the length-dependent scale (1 + c ln max(1, L/window))^2; 0 means no such scale."""
+
+    theta: "torch.Tensor"
+    attention_factor: float = 1.0
+    log_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to set the frequencies.
+
+    stock(rope, params): the rope_parameters block that makes transformers compute this table.
+    ours(rope, params): our own table [F], where the method is not transformers' own.
+    params: what the user may set, with defaults; None means derived from factor and window.
+    log_coef: c of Table. summary: one line for help and docs. heals: True when it needs training to be of use.
+    """
+
+    name: str
+    summary: str
+    stock: Callable[[Rope, Params], RopeParameters] | None
+    ours: Callable[[Rope, Params], "torch.Tensor"] | None = None
+    params: Params = field(default_factory=dict)
+    log_coef: float = 0.0
+    heals: bool = False
+
+
+# --- tables that transformers computes -------------------------------------------------------------------------------
+
+
+def _rope(rope: Rope, params: Params) -> RopeParameters:
+    return {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta, **rope.scaling}
+
+
+def _pi(rope: Rope, params: Params) -> RopeParameters:
+    return {"rope_type": "linear", "rope_theta": rope.rope_theta, "factor": params["factor"], **_partial(rope)}
+
+
+def _ntk(rope: Rope, params: Params) -> RopeParameters:
+    """NTK-aware: base * factor^(R/(R-2)), one fixed table (transformers' `dynamic` at factor times the window)."""
+    base = rope.rope_theta * params["factor"] ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return {"rope_type": "default", "rope_theta": base, **_partial(rope)}
+
+
+def _yarn(rope: Rope, params: Params) -> RopeParameters:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": rope.rope_theta,
+        "factor": params["factor"],
+        "original_max_position_embeddings": rope.window,
+        **{k: params[k] for k in ("beta_fast", "beta_slow", "attention_factor") if params[k] is not None},
+        **_partial(rope),
+    }
+
+
+def _llama3(rope: Rope, params: Params) -> RopeParameters:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": rope.rope_theta,
+        "factor": params["factor"],
+        "low_freq_factor": params["low_freq_factor"],
+        "high_freq_factor": params["high_freq_factor"],
+        "original_max_position_embeddings": rope.window,
+        **_partial(rope),
+    }
+
+
+def _longrope(rope: Rope, params: Params) -> RopeParameters:
+    factors = params["long_factor"]
+    if not isinstance(factors, list | tuple) or len(factors) != rope.pairs:
+        raise OptionError(
+            f"longrope needs long_factor, a list of {rope.pairs} numbers, one a channel pair: "
+            "--set long_factor=FILE.json"
+        )
+    return {
+        "rope_type": "longrope",
+        "rope_theta": rope.rope_theta,
+        "factor": params["factor"],
+        "long_factor": list(factors),
+        "short_factor": list(params["short_factor"] or factors),
+        "original_max_position_embeddings": rope.window,
+        **({} if params["attention_factor"] is None else {"attention_factor": params["attention_factor"]}),
+        **_partial(rope),
+    }
+
+
+def _partial(rope: Rope) -> RopeParameters:
+    return {} if rope.rotary_dim == rope.head_dim else {"partial_rotary_factor": rope.rotary_dim / rope.head_dim}
+
+
+# --- our own tables, which transformers' `proportional` type can spell -----------------------------------------------
+
+
+def _ladder(rungs: int, window: int) -> "torch.Tensor":
+    """RoPE-ID's geometric ladder [rungs]: from 2 pi / 32 down to 2 * 2 pi / window (ICLR 2026)."""
+    import torch
+
+    first, last = 2 * math.pi / 32, 4 * math.pi / window
+    steps = torch.arange(rungs, dtype=torch.float64) / max(rungs - 1, 1)
+    return (first * (last / first) ** steps).float()
+
+
+def _ladder_stock(rope: Rope, rungs: int, window: int) -> RopeParameters:
+    """`proportional` gives base^(-2f/D)/factor: with these three numbers, the ladder's rungs."""
+    base = (window / 64) ** (rope.head_dim / max(2 * rungs - 2, 1))
+    return _proportional(rope, rungs, base) | {"factor": 32 / (2 * math.pi)}
+
+
+def _proportional(rope: Rope, rungs: int, base: float) -> RopeParameters:
+    if rope.rotary_dim != rope.head_dim:
+        raise OptionError("this method has no stock spelling where only a part of the head rotates")
+    return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": 2 * rungs / rope.head_dim}
+
+
+def _zeros_after(table: "torch.Tensor", pairs: int) -> "torch.Tensor":
+    import torch
+
+    return torch.cat((table, torch.zeros(pairs - len(table))))
+
+
+def _base_table(rope: Rope) -> "torch.Tensor":
+    """base^(-2f/R) [F]."""
+    import torch
+
+    return 1.0 / rope.rope_theta ** (torch.arange(0, rope.rotary_dim, 2).float() / rope.rotary_dim)
+
+
+def _train_length(rope: Rope, params: Params) -> int:
+    length = int(params["train_length"] or rope.window)
+    if length <= 64:
+        raise OptionError(
+            f"train_length is {length}: the rope-id ladder descends from a wavelength of 32 to half of "
+            "train_length, so it must be above 64"
+        )
+    return length
+
+
+def _half(rope: Rope) -> int:
+    """Pairs in half of the head's channels: the faster half of the pairs, in frequency order."""
+    return rope.pairs // 2
+
+
+def _kept(rope: Rope, fraction: float) -> int:
+    if not 0 <= fraction <= 1:
+        raise OptionError(f"fraction is {fraction:g}: give a number from 0 to 1")
+    return int(rope.pairs * fraction)
+
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method("rope", "the checkpoint's own table, as it is", _rope),
+        Method("pi", "position interpolation: every frequency divided by factor", _pi),
+        Method("ntk", "NTK-aware: a larger base, so slow pairs stretch most", _ntk),
+        Method(
+            "yarn",
+            "YaRN: slow pairs interpolated, fast ones kept, logits sharpened",
+            _yarn,
+            params={"beta_fast": None, "beta_slow": None, "attention_factor": None},
+        ),
+        Method(
+            "llama3",
+            "Llama 3.1's smooth interpolation of the slow pairs",
+            _llama3,
+            params={"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        ),
+        Method(
+            "longrope",
+            "one given factor a pair (LongRoPE)",
+            _longrope,
+            params={"long_factor": None, "short_factor": None, "attention_factor": None},
+        ),
+        Method(
+            "adarope",
+            "AdaRoPE: frequencies per key/value head and a length-dependent scale per query head, learned",
+            None,
+        ),
+        Method(
+            "rope-id",
+            "RoPE-ID: half of the channels rotate fast, half not at all; needs healing by training",
+            lambda rope, p: _ladder_stock(rope, _half(rope), _train_length(rope, p)),
+            lambda rope, p: _zeros_after(_ladder(_half(rope), _train_length(rope, p)), rope.pairs),
+            params={"train_length": None},
+            log_coef=0.1,
+            heals=True,
+        ),
+        Method(
+            "half-rope",
+            "the faster half of the pairs as they are, the slower half not rotated",
+            lambda rope, p: _proportional(rope, _half(rope), rope.rope_theta),
+            lambda rope, p: _zeros_after(_base_table(rope)[: _half(rope)], rope.pairs),
+            heals=True,
+        ),
+        Method(
+            "high-freq",
+            "every pair on RoPE-ID's ladder of fast rotations",
+            lambda rope, p: _ladder_stock(rope, rope.pairs, _train_length(rope, p)),
+            lambda rope, p: _ladder(rope.pairs, _train_length(rope, p)),
+            params={"train_length": None},
+            log_coef=0.1,
+            heals=True,
+        ),
+        Method(
+            "nope",
+            "no rotation at all",
+            lambda rope, p: _proportional(rope, 0, rope.rope_theta),
+            lambda rope, p: _zeros_after(_base_table(rope)[:0], rope.pairs),
+            heals=True,
+        ),
+        Method(
+            "p-rope",
+            "a top fraction of the pairs as they are, the rest not rotated",
+            lambda rope, p: _proportional(rope, _kept(rope, p["fraction"]), rope.rope_theta),
+            lambda rope, p: _zeros_after(_base_table(rope)[: _kept(rope, p["fraction"])], rope.pairs),
+            params={"fraction": 0.75},
+            heals=True,
+        ),
+    )
+}
+
+
+def method(name: str) -> Method:
+    """The registry entry, or an error that lists the names."""
+    try:
+        return METHODS[name]
+    except KeyError:
+        raise OptionError(f"unknown method '{name}': choose one of {', '.join(METHODS)}") from None
+
+
+def resolve_params(name: str, rope: Rope, factor: float, given: Params) -> dict[str, Any]:
+    """Defaults, overridden by what the user gave; a key that the method does not have is an error."""
+    known = method(name).params
+    for key in given:
+        if key not in known:
+            names = ", ".join(known) or "none"
+            raise OptionError(f"'{name}' has no parameter '{key}' (it has: {names})")
+    if factor < 1 or not math.isfinite(factor):
+        raise OptionError(f"factor is {factor:g}: an extension has a factor of 1 or more")
+    if name != "rope" and rope.rope_type not in ("default", "yarn"):
+        raise OptionError(
+            f"the checkpoint was trained with rope type '{rope.rope_type}', and '{name}' would discard that: "
+            "only --to adarope --init rope keeps its table"
+        )
+    return {"factor": factor, **known, **given}
+
+
+def table(name: str, rope: Rope, params: Params) -> Table:
+    """The method's table for this checkpoint. `params` come from resolve_params."""
+    entry = method(name)
+    if entry.ours is not None:
+        return Table(entry.ours(rope, params), log_coef=entry.log_coef)
+    if entry.stock is None:
+        raise OptionError(f"'{name}' has no table of its own: it starts from another method's (--init)")
+    return stock_table(rope, entry.stock(rope, params))
+
+
+def stock_table(rope: Rope, rope_parameters: RopeParameters) -> Table:
+    """What transformers itself computes from a rope_parameters block, for the longest context of that block."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope_type = rope_parameters["rope_type"]
+    if rope_type == "default":
+        dim = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float) / rope.rotary_dim
+        return Table(1.0 / (rope_parameters["rope_theta"] ** dim))
+    if rope_type not in ROPE_INIT_FUNCTIONS:
+        raise OptionError(f"rope type '{rope_type}' is not one that transformers knows")
+    carrier = LlamaConfig(
+        hidden_size=rope.head_dim,
+        num_attention_heads=1,
+        head_dim=rope.head_dim,
+        max_position_embeddings=rope.max_position_embeddings,
+        rope_parameters=dict(rope_parameters),
+    )
+    # longrope keeps a short table for windows it never left; an extension uses the long one at every length.
+    longest = rope.max_position_embeddings + 1 if rope_type == "longrope" else None
+    theta, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](carrier, torch.device("cpu"), seq_len=longest)
+    return Table(theta.float(), float(attention_factor))
