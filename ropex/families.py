@@ -15,7 +15,7 @@ class Family:
     model_type: the config's name for it.
     attention: class name of its attention layer in transformers; that class's modeling file holds the
         `apply_rotary_pos_emb` which the layer calls.
-    config_class, causal_lm: class names in transformers, for the exported modeling file.
+    config_class, causal_lm, base_model: class names in transformers, for the exported modeling file.
     pairing: which channels its modeling code turns together.
     q_proj, k_proj, v_proj, o_proj: names of the projections inside the attention layer.
     """
@@ -24,6 +24,7 @@ class Family:
     attention: str
     config_class: str
     causal_lm: str
+    base_model: str
     pairing: Pairing = "half-split"
     q_proj: str = "q_proj"
     k_proj: str = "k_proj"
@@ -32,7 +33,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    f.model_type: f for f in (Family("llama", "LlamaAttention", "LlamaConfig", "LlamaForCausalLM"),)
+    f.model_type: f for f in (Family("llama", "LlamaAttention", "LlamaConfig", "LlamaForCausalLM", "LlamaModel"),)
 }
 
 

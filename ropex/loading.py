@@ -1,7 +1,8 @@
 """load: a ready transformers model for a stock checkpoint and for everything that ropex writes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ def load_checkpoint(
 def _load_gguf(path: Path, dtype: torch.dtype | None, attn: str | None) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    with quiet():
+    with quiet(), redirect_stderr(StringIO()):  # its dequantising bar goes straight to stderr
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True),

@@ -26,8 +26,6 @@ class AdaRotary(nn.Module):
     delta [Hkv, F], tau [Hq], gamma [Hq]; one row instead of Hkv or Hq where heads share.
     """
 
-    _keep_in_fp32_modules_strict = frozenset({"adarope"})
-
     def __init__(
         self,
         pairs: int,
@@ -106,6 +104,10 @@ class RotaryCall:
     def __init__(self, rotary: AdaRotary, position_ids: torch.Tensor) -> None:
         self.rotary, self.position_ids = rotary, position_ids
 
+    def turn_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [B, Hq, T, D] and k [B, Hkv, T, D], rotated."""
+        return self.rotary(q, k, self.position_ids)
+
 
 def hand_over(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Forward pre-hook of a converted attention layer: its rotary stands in for (cos, sin)."""
@@ -135,8 +137,8 @@ def dispatch(apply_rotary_pos_emb: Any) -> Any:
 
     @functools.wraps(apply_rotary_pos_emb)
     def apply(q: Any, k: Any, cos: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(cos, RotaryCall):
-            return cos.rotary(q, k, cos.position_ids)
+        if hasattr(cos, "turn_heads"):  # not isinstance: an exported checkpoint brings a RotaryCall of its own
+            return cos.turn_heads(q, k)
         return apply_rotary_pos_emb(q, k, cos, *args, **kwargs)
 
     apply.dispatches_adarope = True  # type: ignore[attr-defined]

@@ -30,29 +30,28 @@ def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
     rope = rope_of_model(model)
     if rotaries(model):
         raise UnsupportedError("this model is converted already: load the parent checkpoint, or continue this one")
-    found = spec.table(rope)
-    sharing = spec.share_heads or not spec.learned
+    fresh = spec.fresh(rope)
     first: AdaRotary | None = None
 
     def make(layer: torch.nn.Module) -> AdaRotary:
         nonlocal first
         rotary = AdaRotary(
             rope.pairs,
-            1 if sharing else rope.heads,
-            1 if sharing else rope.kv_heads,
+            len(fresh["tau"]),
+            len(fresh["delta"]),
             spec.window,
-            log_coef=found.log_coef,
+            log_coef=spec.log_coef,
             interleaved=rope.family.pairing == "interleaved",
             length=spec.length,
             device=next(layer.parameters()).device,
         )
         with torch.no_grad():
-            rotary.theta0.copy_(found.theta)
-            rotary.tau.fill_(1.0 / found.attention_factor**2)
+            for name, value in fresh.items():
+                getattr(rotary, name).copy_(value)
         rotary.delta.requires_grad_(spec.learned and spec.ada_freq)
         rotary.tau.requires_grad_(spec.learned and spec.ada_scale)
         rotary.gamma.requires_grad_(spec.learned and spec.ada_scale)
-        if sharing:  # one set of parameters for the whole model
+        if spec.shared:  # one set of parameters for the whole model
             first = first or rotary
             rotary.delta, rotary.tau, rotary.gamma = first.delta, first.tau, first.gamma
         return rotary

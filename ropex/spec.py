@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ropex.config import ADAROPE, Rope, backbone_type, rope_of
 from ropex.errors import CheckpointError, OptionError
 from ropex.tables import METHODS, Table, method, resolve_params, table
+
+if TYPE_CHECKING:
+    import torch
 
 Length = Literal["position", "sequence"]
 
@@ -42,6 +45,16 @@ class RotarySpec:
         return self.method == ADAROPE
 
     @property
+    def shared(self) -> bool:
+        """True when all heads of all layers turn alike."""
+        return self.share_heads or not self.learned
+
+    @property
+    def log_coef(self) -> float:
+        """c of the scale (1 + c ln max(1, L/window))^2; 0 where the method has none."""
+        return method(self.table_method).log_coef
+
+    @property
     def identity(self) -> bool:
         """True when a fresh conversion must give the parent's logits."""
         return self.table_method == "rope"
@@ -49,6 +62,20 @@ class RotarySpec:
     def table(self, rope: Rope) -> Table:
         """The base table theta0 [F] with its attention factor and scale."""
         return table(self.table_method, rope, self.params)
+
+    def fresh(self, rope: Rope) -> "dict[str, torch.Tensor]":
+        """One layer's rotary tensors right after conversion, float32: theta0 [F], delta [Hkv, F], tau and gamma [Hq]
+        (one row where heads share)."""
+        import torch
+
+        found = self.table(rope)
+        queries, kvs = (1, 1) if self.shared else (rope.heads, rope.kv_heads)
+        return {
+            "theta0": found.theta,
+            "delta": torch.zeros(kvs, rope.pairs),
+            "tau": torch.full((queries,), 1.0 / found.attention_factor**2),
+            "gamma": torch.zeros(queries),
+        }
 
     def block(self) -> dict[str, Any]:
         """What config.json keeps under our key."""

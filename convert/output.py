@@ -1,0 +1,109 @@
+"""Outputs appear whole or not at all: written beside the target, fsynced, renamed."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ropex.errors import OutputError
+
+PROVENANCE = "ropex.json"  # in every folder that ropex writes: what made it, and the sign that ropex may replace it
+
+
+def check_output(out: Path, sources: list[Path], overwrite: bool) -> None:
+    """Refuse, before any work, a target that must not be written to."""
+    target = out.expanduser().resolve()
+    for source in (s.resolve() for s in sources):
+        if target == source or target in source.parents or source in target.parents:
+            raise OutputError(f"{out} is, holds or lies inside the source {source}: choose another output folder")
+    if target == Path.home().resolve() or target == Path("/"):
+        raise OutputError(f"{out} is no place for a checkpoint: choose a folder of its own")
+    if target.exists() and not target.is_dir():
+        raise OutputError(f"{out} is a file: choose a folder")
+    if target.exists() and any(target.iterdir()):
+        if not overwrite:
+            raise OutputError(f"{out} exists: choose another folder, or replace it with --overwrite")
+        if not (target / PROVENANCE).exists():
+            raise OutputError(f"{out} was not written by ropex, so --overwrite will not delete it: remove it yourself")
+    parent = target.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        raise OutputError(f"{parent} is not writable: choose another output folder")
+
+
+@contextmanager
+def whole_folder(out: Path, sources: list[Path], overwrite: bool, need: int) -> Iterator[Path]:
+    """Yield a staging folder beside `out`; on success it becomes `out`, on any failure it is gone.
+
+    need: bytes that the output will take at least, checked against the free space first.
+    """
+    check_output(out, sources, overwrite)
+    target = out.expanduser().resolve()
+    staging = target.parent / f".{target.name}.partial"
+    made = _missing_parents(target.parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if need > free:
+            raise OutputError(f"{out} needs {need / 1e9:.2f} GB and {free / 1e9:.2f} GB are free: free some space")
+        shutil.rmtree(staging, ignore_errors=True)  # what a killed run left
+        staging.mkdir()
+        yield staging
+        for path in staging.rglob("*"):
+            sync(path)
+        sync(staging)
+        old = target.parent / f".{target.name}.replaced"
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        sync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        for folder in made:
+            if folder.exists() and not any(folder.iterdir()):
+                folder.rmdir()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OutputError(f"{out} could not be written ({error.strerror}): free some space") from None
+        if isinstance(error, OSError):
+            raise OutputError(f"{out} could not be written: {error}") from None
+        raise
+
+
+def _missing_parents(folder: Path) -> list[Path]:
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    return missing
+
+
+def sync(path: Path) -> None:
+    """fsync a file or folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def provenance(command: str, source: str, **facts: Any) -> dict[str, Any]:
+    """What made an output folder."""
+    packages = ("ropex", "torch", "transformers", "safetensors")
+    return {
+        "command": command,
+        "source": source,
+        **facts,
+        "versions": {package: version(package) for package in packages},
+    }
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
