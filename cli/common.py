@@ -1,0 +1,128 @@
+"""What the commands share: lengths, files, tables, JSON and progress."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+@dataclass
+class State:
+    """Options that stand before the command."""
+
+    debug: bool = False
+
+
+state = State()
+
+
+def stderr() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def stdout() -> "Console":
+    """A console for results. Piped output is as wide as its content, so that no table is cut."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def fail(message: str) -> None:
+    """One line on stderr."""
+    typer.echo(f"ropex: {' '.join(message.split())}", err=True)
+
+
+def note(message: str) -> None:
+    """A remark that is no result, on stderr."""
+    typer.echo(f"note: {message}", err=True)
+
+
+def length(text: str) -> int:
+    """Tokens from '16384', '16k' or '1m' (k = 1024)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmM]?)", text.strip())
+    if not match:
+        raise typer.BadParameter(f"'{text}' is not a length: write 16384 or 16k")
+    tokens = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
+    if tokens != int(tokens) or tokens < 1:
+        raise typer.BadParameter(f"'{text}' is not a whole number of tokens: write 16384 or 16k")
+    return int(tokens)
+
+
+def lengths(text: str) -> list[int]:
+    """Tokens from '4k,8k,16k'."""
+    return [length(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """'a,b' as a list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def settings(pairs: list[str]) -> dict[str, Any]:
+    """'key=value' options: numbers as numbers, a .json file as its content, the rest as text."""
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"'{pair}' is not a setting: write --set key=value")
+        if value.endswith(".json"):
+            try:
+                out[key] = json.loads(Path(value).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise typer.BadParameter(f"{value} is not readable JSON ({error})") from None
+            continue
+        try:
+            out[key] = float(value)
+        except ValueError:
+            raise typer.BadParameter(f"'{pair}': {value} is not a number (or a .json file)") from None
+    return out
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON document on stdout; nothing else goes there with --json."""
+    typer.echo(json.dumps(value, allow_nan=False, default=str))
+
+
+def table(title: str, *columns: str) -> "Table":
+    """A table whose first column is text and whose others are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i else "left", overflow="fold")
+    return made
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A listener (what, done, total): a bar on a terminal's stderr, elsewhere a line when the work changes."""
+    console = stderr()
+    if not console.is_terminal:
+        said: set[str] = set()
+
+        def line(what: str, done: int, total: int) -> None:
+            if what not in said:
+                said.add(what)
+                typer.echo(f"{what} ({done}/{total})", err=True)
+
+        yield line
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
