@@ -63,6 +63,7 @@ class AdaRopeModel(_Heads, {base_class}):
 class AdaRopeForCausalLM(_Heads, {causal_lm}):
     def __init__(self, config):
         super().__init__(config)
+        self.get_decoder().__class__ = AdaRopeModel  # transformers asks the body how to initialise what is missing
         equip(self, config)
 '''
 

@@ -1,0 +1,72 @@
+"""Checkpoints as the evaluations see them. Every evaluation opens its models and tokenizers here."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import ropex
+from ropex.errors import CheckpointError
+from ropex.seam import rope_of_model
+
+_HASHED_VALUES = 4096  # a tensor; larger ones are sampled at even steps
+
+
+def load_model(checkpoint: str, dtype: str | torch.dtype | None = None) -> PreTrainedModel:
+    """The checkpoint (`PATH` or `PATH@method:factor`) in eval mode, on the GPU where there is one."""
+    return ropex.load(checkpoint, dtype=dtype, device="cuda" if torch.cuda.is_available() else None)
+
+
+def load_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, checked to produce tokens at all (an empty vocabulary measures nothing)."""
+    tokenizer = ropex.load_tokenizer(checkpoint)
+    if not encode(tokenizer, "The quick brown fox."):
+        raise CheckpointError(f"{checkpoint} has a tokenizer that gives no tokens: restore its files")
+    return tokenizer
+
+
+def method_of(model: PreTrainedModel) -> str:
+    """The name of the model's rotary method, such as "rope" or "adarope"."""
+    return ropex.method_of(model)
+
+
+def native_window(model: PreTrainedModel) -> int:
+    """The length, in tokens, that the checkpoint was trained for before any extension."""
+    return rope_of_model(model).window
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of the text alone: no BOS, no EOS, no truncation."""
+    return tokenizer.encode(text, add_special_tokens=False, truncation=False, verbose=False)
+
+
+def default_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The BOS id, as a list of one, if the tokenizer starts its texts with it unasked; else an empty list."""
+    bos = tokenizer.bos_token_id
+    if bos is None or tokenizer.encode("a")[:1] != [bos] or encode(tokenizer, "a")[:1] == [bos]:
+        return []
+    return [bos]
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """A hash of what the model computes with: rope settings, and values of every parameter and buffer."""
+    digest = hashlib.sha256()
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+    digest.update(json.dumps([rope, getattr(model, "ropex_spec", None)], default=repr).encode())
+    for kind in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in kind:
+            flat = tensor.detach().reshape(-1)
+            values = flat[:: max(1, flat.numel() // _HASHED_VALUES)].double().cpu().contiguous()
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the vocabulary and of how a probe text is cut: equal for tokenizers that cut texts alike."""
+    probe = "One of 1234567 words, VAR ABCDE = 98765;\n  12. été ... 'xqzjkv'\t<html>"
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    parts: list[Any] = [vocabulary, encode(tokenizer, probe), default_bos(tokenizer)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

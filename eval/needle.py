@@ -1,0 +1,208 @@
+"""Key-value retrieval inside text: one format for training documents and for the needle test.
+
+A line `[[wolf=4821]]` states the value of a key. The same line later asks for it: whoever has read the first
+can say the digits of the second. Text, statements and queries meet at line ends only.
+
+Symbols: L tokens in a window or document, S samples. All lengths are in tokens and count the BOS.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ropex.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_WORDS = (
+    "acre bark barn bath bead beam bear bell belt bird boat bolt bone book boot bowl bull cage cake calf "
+    "cave clay coal coat coin cork corn crab crow deer dish dove drum dusk fern fish flag flax foam fork "
+    "frog gate goat gold hare harp hawk helm hill horn iron jade jest kiln kite knot lace lake lamb lamp "
+    "lark leaf lily lion lock loom lute mare mask mill mint moss moth nail nest oven palm pear pine plum "
+    "pond pool rail ring roof root rope rose ruby sail salt sand seal seed silk snow star stem swan tent "
+    "toad tree vase veil vine wand well wing wolf wool worm yarn yoke"
+)
+KEYS = tuple(_WORDS.split())
+DIGITS = 4
+_GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill the unit interval evenly
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Text as token ids [N], and where its lines end (offsets into the ids, ascending)."""
+
+    ids: list[int]
+    ends: list[int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One retrieval: `prompt` + `answer` fill the window; `depth` is the needle's, from 0 to 1."""
+
+    prompt: list[int]
+    answer: list[int]
+    depth: float
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids [L], with the positions of the digits that are new and of those that can be recalled."""
+
+    ids: list[int]
+    stated: list[int]
+    asked: list[int]
+
+
+def key_value_line(key: str, value: str) -> str:
+    """The line that states a value, and that asks for it once it has been stated."""
+    return f"[[{key}={value}]]\n"
+
+
+def encode_lines(tokenizer: PreTrainedTokenizerBase, text: str) -> Haystack:
+    """Tokenise a text line by line, so that whole lines can be put between its lines."""
+    ids: list[int] = []
+    ends: list[int] = []
+    for line in tokenizer(text.splitlines(keepends=True), add_special_tokens=False)["input_ids"]:
+        ids += line
+        ends.append(len(ids))
+    return Haystack(ids, ends)
+
+
+def needle_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Haystack,
+    length: int,
+    index: int,
+    seed: int = 0,
+    distractors: int = 3,
+) -> Sample:
+    """Text that holds one needle line among `distractors` others, and ends in the query for the needle.
+
+    `prompt` and `answer` have exactly L = `length` tokens together. The same (seed, length, index) gives the
+    same sample; successive indices move the needle over all depths, from the first line to the last.
+    Raises OptionError where L leaves no room for text, DataError where the text is shorter than that.
+    """
+    rng = random.Random(f"needle {seed} {length} {index}")
+    depth = (rng.random() / 40 + _GOLDEN * index + random.Random(f"depth {seed}").random()) % 1.0
+    lines = _draw_lines(tokenizer, rng, distractors + 1)
+    head, answer, _ = lines[0]
+    bos = _bos(tokenizer)
+    room = length - len(bos) - sum(len(part) for line in lines for part in line) - len(head) - len(answer)
+    depths = [depth] + [rng.random() for _ in range(distractors)]
+    inserts = sorted((at, sum(line, [])) for at, line in zip(depths, lines, strict=True))
+    body, _ = _weave(_cut(haystack, room, rng), inserts)
+    return Sample([*bos, *body, *head], answer, depth)
+
+
+def mixed_document(
+    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, pairs: int, seed: int | str = 0
+) -> Document:
+    """A training document of exactly L = `length` tokens: text with `pairs` keys stated and asked for in it.
+
+    The distance from a statement to its query is uniform over the document; a third of the keys are asked
+    for twice. `pairs` is at most len(KEYS). Raises as `needle_sample` does.
+    """
+    rng = random.Random(f"document {seed} {length}")
+    if not 0 <= pairs <= len(KEYS):
+        raise OptionError(f"{pairs} keys asked for: give a number from 0 to {len(KEYS)}")
+    events: list[tuple[float, int, bool]] = []
+    for pair in range(pairs):
+        distance = rng.random()
+        start = rng.random() * (1 - distance)
+        events += [(start, pair, False), (start + distance, pair, True)]
+        if rng.random() < 1 / 3:
+            events.append((rng.uniform(start, 1), pair, True))
+    events.sort()
+    lines = _draw_lines(tokenizer, rng, pairs)
+    bos = _bos(tokenizer)
+    room = length - len(bos) - sum(len(part) for _, pair, _ in events for part in lines[pair])
+    inserts = [(at, sum(lines[pair], [])) for at, pair, _ in events]
+    body, places = _weave(_cut(haystack, room, rng), inserts)
+    document = Document([*bos, *body], [], [])
+    for place, (_, pair, asked) in zip(places, events, strict=True):
+        first = len(bos) + place + len(lines[pair][0])
+        digits = range(first, first + len(lines[pair][1]))
+        (document.asked if asked else document.stated).extend(digits)
+    return document
+
+
+def needle_accuracy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    length: int,
+    samples: int = 40,
+    seed: int = 0,
+    batch_tokens: int = 8192,
+) -> float:
+    """The share of S = `samples` needles whose digits greedy decoding gives exactly, at L = `length` tokens.
+
+    Greedy decoding says the whole answer exactly when, with the right digits before it, each digit is the
+    most likely token: one forward pass over the window tells.
+    """
+    import torch
+
+    haystack = encode_lines(tokenizer, text)
+    drawn = [needle_sample(tokenizer, haystack, length, index, seed) for index in range(samples)]
+    step, right = max(1, batch_tokens // length), 0
+    for start in range(0, samples, step):
+        batch = drawn[start : start + step]
+        ids = torch.tensor([[*sample.prompt, *sample.answer] for sample in batch], device=model.device)
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=DIGITS + 1).logits[:, :-1]
+        hits = logits.argmax(-1) == ids[:, -DIGITS:]
+        right += sum(bool(row[-len(sample.answer) :].all()) for row, sample in zip(hits, batch, strict=True))
+    return right / samples
+
+
+def _draw_lines(
+    tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int
+) -> list[tuple[list[int], list[int], list[int]]]:
+    """Lines with different keys and different values, each as the ids of `[[key=`, of the digits, of `]]`."""
+    parts = []
+    for key, value in zip(rng.sample(KEYS, count), rng.sample(range(10**DIGITS), count), strict=True):
+        digits = f"{value:0{DIGITS}d}"
+        head, tail = key_value_line(key, digits).split(digits)
+        parts += [head, digits, tail]
+    ids = tokenizer(parts, add_special_tokens=False)["input_ids"] if parts else []
+    return list(zip(ids[0::3], ids[1::3], ids[2::3], strict=True))
+
+
+def _cut(haystack: Haystack, room: int, rng: random.Random) -> Haystack:
+    """A stretch of exactly `room` tokens that ends where a line ends; its first line may lack its start."""
+    if room < 1:
+        raise OptionError(f"the lines leave {room} tokens for text: ask for a greater length or fewer keys")
+    first = bisect_left(haystack.ends, room)
+    if first == len(haystack.ends):
+        raise DataError(f"the text has {len(haystack.ids)} tokens and {room} are needed: give a longer text")
+    last = rng.randrange(first, len(haystack.ends))
+    start = haystack.ends[last] - room
+    ends = haystack.ends[bisect_right(haystack.ends, start) : last + 1]
+    return Haystack(haystack.ids[start : start + room], [end - start for end in ends])
+
+
+def _weave(text: Haystack, inserts: Sequence[tuple[float, list[int]]]) -> tuple[list[int], list[int]]:
+    """Put each insert, given in order of depth (0 to 1), at the line end nearest before that depth.
+
+    Returns the ids, and where in them each insert begins.
+    """
+    ids: list[int] = []
+    places: list[int] = []
+    done = 0
+    for depth, insert in inserts:
+        reached = bisect_right(text.ends, depth * len(text.ids))
+        offset = text.ends[reached - 1] if reached else 0
+        ids += text.ids[done:offset]
+        places.append(len(ids))
+        ids += insert
+        done = offset
+    return ids + text.ids[done:], places
+
+
+def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

@@ -1,0 +1,70 @@
+"""Loss by position as a figure."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ropex.errors import OptionError, OutputError
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+_MARKERS = "os^Dvpx"
+
+
+def plot_nll(results: dict[str, Any], path: Path) -> None:
+    """Draw what `evaluate_nll` returned: one panel a length, one line a checkpoint, native windows dashed.
+
+    The suffix of `path` names the format (.png, .svg, .pdf). The file appears whole or not at all, and
+    replaces one of the same name.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise OptionError(f"{path} cannot be drawn: end the name of the figure in .png, .svg or .pdf")
+    rows = results["results"]
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    names = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    short = {name: name.rpartition("/")[2] for name in names}
+    if len(set(short.values())) < len(names):
+        short = {name: name for name in names}
+    figure = Figure(figsize=(1.5 + 5.5 * len(lengths), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    for panel, length in zip(panels, lengths, strict=True):
+        here = [row for row in rows if row["length"] == length]
+        for row in here:
+            style = names.index(row["checkpoint"])
+            shown = [bucket for bucket in row["buckets"] if bucket["nll"] is not None]
+            panel.plot(
+                [(bucket["start"] + bucket["end"]) / 2 for bucket in shown],
+                [bucket["nll"] for bucket in shown],
+                color=_COLOURS[style % len(_COLOURS)],
+                marker=_MARKERS[style % len(_MARKERS)],
+                label=f"{short[row['checkpoint']]} ({row['method']}), mean {row['mean']:.3f}",
+            )
+        for window in sorted({row.get("native_window") for row in here} - {None}):
+            if window < length:
+                panel.axvline(window, color="grey", linestyle="--", linewidth=1)
+                panel.annotate(
+                    f"native window {window:,}", (window, 1.01), xycoords=("data", "axes fraction"),
+                    ha="center", color="dimgrey", fontsize="small",
+                )  # fmt: skip
+        panel.set(xlim=(0, length), xlabel="position in the window (tokens)")
+        panel.set_title(f"windows of {length:,} tokens", pad=20)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
+    panels[0].set_ylabel("NLL (nats per token, lower is better)")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    beside = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(beside, dpi=150, bbox_inches="tight")
+        beside.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written ({error.strerror}): check folder and disk") from error
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,92 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = [["inspect"], ["convert"], ["extend"], ["export"], ["demo"], ["eval", "nll"], ["eval", "ruler"]]
+
+
+def ropex(*args: object, check: str = "", **options) -> subprocess.CompletedProcess:
+    """The command line in a process of its own; `check` runs after it, with its exit code in `code`."""
+    script = f"""
+import sys
+sys.argv = {["ropex", *map(str, args)]!r}
+from ropex.cli import main
+code = 0
+try:
+    main()
+except SystemExit as stop:
+    code = stop.code or 0
+{check}
+sys.exit(code)
+"""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, **options)
+
+
+HEAVY = "assert not {'torch', 'transformers', 'peft', 'matplotlib', 'datasets'} & set(sys.modules), 'heavy import'"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["convert"], *([*c, "--help"] for c in COMMANDS)])
+def test_help_and_usage_errors_import_nothing_heavy(args):
+    """RX-46."""
+    done = ropex(*args, check=HEAVY)
+    assert "heavy import" not in done.stderr, done.stderr
+    assert done.returncode == (2 if args == ["convert"] else 0)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_commands_help_has_an_example(command):
+    text = " ".join(ropex(*command, "--help").stdout.split())
+    assert f"ropex {' '.join(command)} " in text.partition("Example")[2]
+
+
+def one_line(done: subprocess.CompletedProcess, code: int = 1) -> str:
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == code and len(lines) == 1 and done.stdout == "", (done.returncode, done.stderr)
+    return lines[0]
+
+
+def test_bad_input_is_one_line_that_names_the_cure_and_leaves_nothing(folder, tmp_path):
+    out = tmp_path / "out"
+    assert "does not exist" in one_line(ropex("inspect", tmp_path / "nowhere"))
+    assert "no config.json" in one_line(ropex("convert", tmp_path, "-o", tmp_path.parent / "o", "--to", "yarn"))
+    assert "choose one of" in one_line(ropex("convert", folder, "-o", out, "--to", "yarrn"))
+    below = one_line(ropex("convert", folder, "-o", out, "--to", "yarn", "--target", "64"))
+    assert "below the native window of 128" in below
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("x")
+    assert "--overwrite" in one_line(ropex("convert", folder, "-o", tmp_path / "taken", "--to", "adarope"))
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert "incomplete" in one_line(ropex("convert", folder, "-o", out, "--to", "adarope"))
+    assert not out.exists() and sorted(p.name for p in tmp_path.iterdir()) == ["T-llama", "taken"]
+
+
+@pytest.mark.parametrize("wrong", ["sixteen", "16q", "-4", "0", "1.0001k"])
+def test_a_length_that_is_none_is_a_usage_error(folder, tmp_path, wrong):
+    done = ropex("convert", folder, "-o", tmp_path / "out", "--to", "yarn", f"--target={wrong}")
+    assert done.returncode == 2 and "16k" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_json_is_one_document_and_nothing_else(folder, tmp_path):
+    """RX-49."""
+    assert json.loads(ropex("inspect", folder, "--json").stdout)["heads"] == 8
+    done = ropex("convert", folder, "-o", tmp_path / "out", "--to", "adarope", "--target", "1k", "--json")
+    assert json.loads(done.stdout)["target"] == 1024
+    done = ropex("export", tmp_path / "out", "-o", tmp_path / "x", "--json")
+    assert json.loads(done.stdout)["format"] == "per-head"
+
+
+def test_a_traceback_comes_only_with_debug_and_never_shows_locals(tmp_path):
+    assert "Traceback" not in ropex("inspect", tmp_path / "nowhere").stderr
+    shown = ropex("--debug", "inspect", tmp_path / "nowhere").stderr
+    assert "Traceback" in shown and "locals" not in shown
+
+
+def test_lengths_settings_and_names():
+    from ropex.cli.common import length, lengths, names, settings
+
+    assert [length(t) for t in ("16384", "16k", "1.5K", "1m")] == [16384, 16384, 1536, 1048576]
+    assert lengths("4k,8k") == [4096, 8192] and names("a, b,") == ["a", "b"]
+    assert settings(["beta_fast=16"]) == {"beta_fast": 16.0}

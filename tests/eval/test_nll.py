@@ -1,0 +1,248 @@
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from ropex.errors import DataError, OptionError, UnsupportedError
+from ropex.eval import nll
+from ropex.eval.models import encode, load_model, load_tokenizer
+from ropex.eval.nll import bucket_edges, cut_windows, evaluate_nll, summarise, token_nll
+from ropex.eval.plot import plot_nll
+
+
+def full_logit_nll(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1].float()
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(0, 1500, shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("chunk", [2**26, 1500 * 7])
+def test_token_nll_is_the_loss_of_the_full_logits(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(nll, "_CHUNK_VALUES", chunk)
+    ids = random_ids(3, 101)
+    mine = token_nll(model, ids)
+    assert mine.dtype == torch.float32
+    assert mine.shape == (3, 100)
+    torch.testing.assert_close(mine, full_logit_nll(model, ids), atol=1e-5, rtol=0)
+
+
+def test_one_token_has_no_loss(model: LlamaForCausalLM) -> None:
+    assert token_nll(model, random_ids(2, 1)).shape == (2, 0)
+
+
+def test_logits_exist_for_a_chunk_only(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nll, "_CHUNK_VALUES", 1500 * 10)
+    widest = 0
+
+    def watched(logits: Tensor, *args: object, **kwargs: object) -> Tensor:
+        nonlocal widest
+        widest = max(widest, logits.shape[0])
+        return cross_entropy(logits, *args, **kwargs)
+
+    cross_entropy = F.cross_entropy
+    monkeypatch.setattr(nll.F, "cross_entropy", watched)
+    token_nll(model, random_ids(1, 64))
+    assert widest == 10
+
+
+def test_a_family_that_changes_its_logits_unknown_to_us_is_refused(model: LlamaForCausalLM) -> None:
+    odd = copy.deepcopy(model)
+    odd.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+    with pytest.raises(UnsupportedError, match="does not know"):
+        nll._check_head(odd, "odd", random_ids(1, 16))
+    nll._check_head(model, "even", random_ids(1, 16))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=6),
+    length=st.integers(3, 12),
+    bos=st.sampled_from([[], [99]]),
+    limit=st.none() | st.integers(1, 3),
+)
+def test_windows_hold_each_token_once_and_never_two_documents(
+    sizes: list[int], length: int, bos: list[int], limit: int | None
+) -> None:
+    documents = [[100 * (d + 1) + i for i in range(size)] for d, size in enumerate(sizes)]
+    windows = cut_windows(documents, length, bos, limit)
+    assert windows.shape[1:] == (length,)
+    width = length - len(bos)
+    expected = []
+    for ids in documents:
+        count = len(ids) // width if limit is None else min(limit, len(ids) // width)
+        expected += ids[: count * width]
+    assert windows[:, : len(bos)].flatten().tolist() == bos * len(windows)
+    assert windows[:, len(bos) :].flatten().tolist() == expected
+    for window in windows[:, len(bos) :].tolist():
+        assert len({token // 100 for token in window}) == 1
+
+
+@given(length=st.integers(2, 200), buckets=st.integers(1, 250), width=st.none() | st.integers(1, 250))
+def test_buckets_cover_every_position_once(length: int, buckets: int, width: int | None) -> None:
+    edges = bucket_edges(length, buckets, width)
+    assert edges[0] == 0
+    assert edges[-1] == length
+    assert all(a < b for a, b in zip(edges, edges[1:], strict=False))
+    if width is not None:
+        assert all(b - a == width for a, b in zip(edges[:-2], edges[1:-1], strict=True))
+
+
+def test_a_bucket_without_tokens_has_no_value() -> None:
+    got = summarise(torch.tensor([0.0, 6.0, 2.0]).double(), torch.tensor([0, 2, 1]), [0, 1, 2, 3])
+    assert [(b["nll"], b["tokens"]) for b in got["buckets"]] == [(None, 0), (3.0, 2), (2.0, 1)]
+    assert got["mean"] == 8 / 3  # by tokens; the mean of the buckets would be 2.5
+    assert got["perplexity"] == math.exp(8 / 3)
+
+
+@pytest.fixture()
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, words in {"long": 300, "middle": 120, "short": 4}.items():
+        (folder / f"{name}.txt").write_text(" ".join(f"{name}{i * 7 % 101}" for i in range(words)))
+    return folder
+
+
+def test_losses_that_depend_on_position_end_in_their_bucket(
+    checkpoint: str, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With loss = position, every bucket mean and the overall mean are known."""
+    monkeypatch.setattr(
+        nll, "token_nll", lambda model, ids: torch.arange(1.0, ids.shape[1]).expand(ids.shape[0], -1)
+    )
+    monkeypatch.setattr(nll, "_check_head", lambda *args: None)
+    (row,) = evaluate_nll([checkpoint], [texts], [64], bucket_width=16)["results"]
+    assert [(b["start"], b["end"]) for b in row["buckets"]] == [(0, 16), (16, 32), (32, 48), (48, 64)]
+    assert [b["nll"] for b in row["buckets"]] == [8.0, 23.5, 39.5, 55.5]
+    assert [b["tokens"] for b in row["buckets"]] == [n * row["windows"] for n in (15, 16, 16, 16)]
+    assert row["tokens"] == 63 * row["windows"]
+    assert row["mean"] == 32.0
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_the_totals_are_those_of_window_by_window_losses(
+    tmp_path: Path, texts: Path, bos: bool, save_checkpoint: Callable[..., str]
+) -> None:
+    path = save_checkpoint(tmp_path / "ckpt", bos=bos)
+    result = evaluate_nll([path], [texts], [64, 200], windows=2)["results"]
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    for row, length in zip(result, (64, 200), strict=True):
+        losses, used, width = [], 0, length - bos
+        for name in ("long", "middle", "short"):
+            ids = encode(tokenizer, (texts / f"{name}.txt").read_text())
+            count = min(2, len(ids) // width)
+            used += count > 0
+            for i in range(count):
+                window = [0] * bos + ids[i * width : (i + 1) * width]
+                losses.append(full_logit_nll(model, torch.tensor([window]))[0].double())
+        assert row["tokens"] == sum(len(loss) for loss in losses)
+        assert row["mean"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-6)
+        assert row["documents"] == used
+        assert row["documents"] + row["documents_left_out"] == 3
+        total = sum(b["nll"] * b["tokens"] for b in row["buckets"] if b["tokens"])
+        assert total == pytest.approx(row["mean"] * row["tokens"], rel=1e-12)
+
+
+def test_every_checkpoint_is_scored_on_the_same_tokens(
+    checkpoint: str, other: str, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    plain = token_nll
+    monkeypatch.setattr(nll, "token_nll", lambda m, ids: seen.append(ids[0].tolist()) or plain(m, ids))
+    monkeypatch.setattr(nll, "_check_head", lambda *args: None)
+    one, two, again = evaluate_nll([checkpoint, other, checkpoint], [texts], [64])["results"]
+    third = len(seen) // 3
+    assert seen[:third] == seen[third : 2 * third] == seen[2 * third :]
+    assert one == again
+    assert one["mean"] != two["mean"]
+    assert {"checkpoint", "method", "length", "mean", "tokens", "buckets"} <= set(one)
+    assert one["method"] == "rope"
+    assert one["native_window"] == 512
+
+
+def test_tokenizers_that_differ_are_refused(
+    tmp_path: Path, checkpoint: str, texts: Path, save_checkpoint: Callable[..., str]
+) -> None:
+    with_bos = save_checkpoint(tmp_path / "ckpt", bos=True)
+    with pytest.raises(OptionError, match="differently"):
+        evaluate_nll([checkpoint, with_bos], [texts], [64])
+
+
+def test_texts_that_are_all_too_short_name_the_longest(checkpoint: str, texts: Path) -> None:
+    with pytest.raises(DataError, match=r"5000 tokens; the longest, .*long\.txt, has \d+"):
+        evaluate_nll([checkpoint], [texts], [64, 5000])
+
+
+@pytest.mark.parametrize("wrong", [{"buckets": 0}, {"windows": 0}, {"bucket_width": -1}])
+def test_options_below_one_are_refused(checkpoint: str, texts: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(OptionError, match="1 or more"):
+        evaluate_nll([checkpoint], [texts], [64], **wrong)  # type: ignore[arg-type]
+
+
+def results() -> dict[str, Any]:
+    buckets = [
+        {"start": 0, "end": 1, "nll": None, "tokens": 0},
+        {"start": 1, "end": 600, "nll": 2.0, "tokens": 9},
+        {"start": 600, "end": 1024, "nll": 3.0, "tokens": 9},
+    ]
+    row = {"method": "rope", "length": 1024, "mean": 2.5, "buckets": buckets, "native_window": 512}
+    return {"results": [row | {"checkpoint": name} for name in ("a", "b")]}
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_a_figure_is_written_and_nothing_beside_it(tmp_path: Path, suffix: str) -> None:
+    plot_nll(results(), tmp_path / f"loss.{suffix}")
+    assert [p.name for p in tmp_path.iterdir()] == [f"loss.{suffix}"]
+
+
+def test_a_figure_shows_each_checkpoint_and_the_native_window(tmp_path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot_nll(results(), tmp_path / "loss.svg")
+    drawn = (tmp_path / "loss.svg").read_text()
+    for text in ("a (rope), mean 2.500", "b (rope), mean 2.500", "native window 512", "NLL (nats per token"):
+        assert text in drawn
+
+
+def test_a_figure_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    from ropex.errors import OutputError
+
+    path = tmp_path / "loss.png"
+    path.write_bytes(b"old")
+
+    def fail(self: Figure, target: Path, **kwargs: object) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OutputError, match="No space left"):
+        plot_nll(results(), path)
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
+    with pytest.raises(OptionError, match=".png, .svg or .pdf"):
+        plot_nll(results(), tmp_path / "loss.docx")
+
+
+def test_a_method_applied_on_the_fly_is_measured_beside_its_parent(checkpoint: str, texts: Path) -> None:
+    base, yarn = evaluate_nll([checkpoint, f"{checkpoint}@yarn:2"], [texts], [128])["results"]
+    assert (base["method"], yarn["method"]) == ("rope", "yarn")
+    assert base["tokens"] == yarn["tokens"]
+    assert base["mean"] != yarn["mean"]
+    assert base["native_window"] == yarn["native_window"] == 512

@@ -1,0 +1,72 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ropex.eval.ruler.score import clean, score, settled, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("prediction", "rulers", "whole"),
+    [
+        ("It is 1234567.", 1, 1),
+        (" 1234567", 1, 1),
+        ("91234567", 1, 0),
+        ("12345678", 1, 0),
+        ("123456", 0, 0),
+        ("12345\x0067", 0, 0),
+        ("", 0, 0),
+        ("1234567" * 2, 1, 0),
+        ("x1234567y", 1, 1),
+        ("12345678 or 1234567", 1, 1),
+    ],
+)
+def test_a_number_is_found_in_any_sentence(prediction: str, rulers: float, whole: float) -> None:
+    assert score(prediction, ["1234567"]) == rulers
+    assert score(prediction, ["1234567"], whole_numbers=True) == whole
+
+
+def test_case_does_not_matter_and_each_reference_counts_alike() -> None:
+    assert score("abcde, FGHIJ", ["ABCDE", "fghij", "KLMNO", "PQRST"]) == 0.5
+
+
+def test_control_characters_become_line_breaks() -> None:
+    assert clean(" \x00a\x01b\tc\x1f ") == "a\nb\nc"
+    assert score("a\x01b", ["ab"]) == 0
+
+
+@pytest.mark.parametrize("references", ["1234567", [], [7], [""], None])
+def test_references_of_a_wrong_type_are_refused(references: object) -> None:
+    with pytest.raises(TypeError):
+        score("1234567", references)  # type: ignore[arg-type]
+
+
+@given(prediction=st.text("ab1 ", max_size=12), rest=st.text("ab1 ", max_size=6))
+def test_what_is_settled_stays_so(prediction: str, rest: str) -> None:
+    references = ["a1", "11"]
+    if settled(prediction, references):
+        for whole in (False, True):
+            assert score(prediction + rest, references, whole_numbers=whole) == 1
+
+
+def test_a_number_at_the_end_may_still_grow() -> None:
+    assert not settled("it is 1234567", ["1234567"])
+    assert settled("it is 1234567.", ["1234567"])
+
+
+@given(hits=st.integers(0, 40), samples=st.integers(1, 40))
+def test_the_interval_holds_the_mean_within_bounds(hits: int, samples: int) -> None:
+    mean = min(hits, samples) / samples
+    low, high = wilson_interval(mean, samples)
+    assert 0 <= low <= mean + 1e-12
+    assert mean - 1e-12 <= high <= 1
+    assert high - low > 0
+
+
+def test_the_interval_is_wilsons() -> None:
+    """Known values: 8 of 10 and 0 of 20."""
+    assert [round(x, 4) for x in wilson_interval(0.8, 10)] == [0.4902, 0.9433]
+    low, high = wilson_interval(0.0, 20)
+    assert low == 0
+    assert math.isclose(high, 0.1611, abs_tol=1e-4)
