@@ -66,7 +66,9 @@ def ruler(
     seed: Annotated[int, typer.Option(help="The samples are a function of this.")] = 0,
     chat_template: Annotated[bool, typer.Option("--chat-template", help="Wrap prompts in the chat template.")] = False,
     dtype: Dtype = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Keep answers in this .jsonl; a rerun resumes.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Keep answers in this .jsonl; a rerun resumes.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """RULER tasks that need no download; needs the extra: pip install 'ropex[eval]'.

@@ -46,9 +46,7 @@ def convert(
     src = open_source(source)
     check_output(out, [src.path], overwrite)
     if ADAROPE in src.config:
-        raise UnsupportedError(
-            f"{source} is converted already: convert its parent, or train it on with `ropex extend`"
-        )
+        raise UnsupportedError(f"{source} is converted already: convert its parent, or train it on with `ropex extend`")
     rope = rope_of(src.config)
     spec = make_spec(
         to, rope, factor=factor, target=target, init=init, params=params, share_heads=share_heads, length=length

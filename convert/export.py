@@ -156,7 +156,7 @@ def _stock_plan(trained: Trained, spec: RotarySpec, rope: Rope, bake_length: int
     if grows and bake_length is None and scale:
         raise UnsupportedError(
             "the attention scale grows with the length, and no stock config can say that: give --bake-length N to fold "
-            f"its value at N tokens into q (at {spec.target}: give --bake-length {spec.target}), or --no-scale to drop it"
+            f"its value at N tokens into q (at {spec.target}: --bake-length {spec.target}), or --no-scale to drop it"
         )
     if not grows and (bake_length is not None or not scale):
         raise OptionError("this scale does not depend on the length: leave --bake-length and --no-scale out")

@@ -22,7 +22,12 @@ def inspect(path: str | Path) -> dict[str, Any]:
     if is_run(found):
         run = read_json(found / RUN)
         facts = inspect(run["source"])
-        return facts | {"method": run["spec"]["method"], "spec": run["spec"], "run": str(found), "claims": run["spec"]["target"]}
+        return facts | {
+            "method": run["spec"]["method"],
+            "spec": run["spec"],
+            "run": str(found),
+            "claims": run["spec"]["target"],
+        }
     if is_gguf(found):
         config, dtype, parameters, tensors = _gguf_facts(found)
         return _facts(config, "interleaved", dtype, parameters) | {

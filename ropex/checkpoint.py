@@ -208,7 +208,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def carried_files(folder: Path) -> Iterator[Path]:
-    """What travels with the weights: tokenizer, chat template, generation config, license, code; no weights, no config."""
+    """What travels with the weights: tokenizer, chat template, generation config, license, code; no config."""
     for path in sorted(folder.iterdir()):
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name not in ("config.json", RUN) and path.name[0] != ".":

@@ -68,9 +68,7 @@ def rope_of(config: dict[str, Any]) -> Rope:
     """Read config.json's content; contradictions and impossible values are errors that name key and value."""
     fam = family(backbone_type(config))
     try:
-        layers, heads, hidden = (
-            int(config[k]) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-        )
+        layers, heads, hidden = (int(config[k]) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
         claimed = int(config["max_position_embeddings"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json: {error} is missing or not a number: download it again") from None
@@ -86,9 +84,7 @@ def rope_of(config: dict[str, Any]) -> Rope:
         window = int(scaling.get("original_max_position_embeddings") or claimed)
     if ADAROPE in config:
         window = int(config[ADAROPE]["window"])
-    return Rope(
-        rope_type, theta, scaling, window, claimed, head_dim, rotary_dim, heads, kv_heads, layers, fam
-    )
+    return Rope(rope_type, theta, scaling, window, claimed, head_dim, rotary_dim, heads, kv_heads, layers, fam)
 
 
 def _rope_block(config: dict[str, Any]) -> tuple[str, float, dict[str, Any]]:
@@ -130,9 +126,7 @@ def _canonical(block: dict[str, Any], where: str) -> dict[str, Any]:
     old, new = block.pop("type", None), block.get("rope_type")
     names = {_LEGACY_NAMES.get(n, n) for n in (old, new) if n is not None}
     if len(names) > 1:
-        raise CheckpointError(
-            f"config.json: {where} says type {old!r} and rope_type {new!r}: delete the wrong one"
-        )
+        raise CheckpointError(f"config.json: {where} says type {old!r} and rope_type {new!r}: delete the wrong one")
     if any(not isinstance(n, str) for n in names):
         raise CheckpointError(f"config.json: {where} has the type {names.pop()!r}, not a name")
     if names:

@@ -42,7 +42,7 @@ def load(
     model = _load(locate(argument), as_dtype(dtype), attn)
     if name is not None:
         attach(model, make_spec(name, rope_of(model.config.to_dict()), factor=factor))
-    return model.to(device).eval() if device is not None else model.eval()
+    return model.to(torch.device(device)).eval() if device is not None else model.eval()  # type: ignore[arg-type]
 
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
@@ -106,12 +106,13 @@ def load_checkpoint(
     with quiet():
         config = backbone_config(checkpoint.config)
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint.path, config=config, dtype=dtype or "auto", attn_implementation=attn,
                 use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
         except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{checkpoint.path} does not load: {_first_line(error)}") from None
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {missing[0]}: the checkpoint is incomplete")
     rotary_names = [n for n in checkpoint.tensors if n.rpartition(".")[0].endswith(f".{ADAROPE}")]

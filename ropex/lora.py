@@ -31,5 +31,5 @@ def lora_pairs(lora: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, t
 def merge_into(model: torch.nn.Module, lora: dict[str, torch.Tensor], scale: float) -> None:
     """Fold LoRA matrices into the weights of a loaded model, in place."""
     for module, (a, b) in lora_pairs(lora).items():
-        weight = model.get_submodule(module).weight
+        weight: torch.Tensor = model.get_submodule(module).get_parameter("weight")
         weight.copy_(merged(weight, a.to(weight.device), b.to(weight.device), scale).to(weight.dtype))

@@ -24,9 +24,7 @@ def head_permutation(source: Pairing, target: Pairing, head_dim: int, rotary_dim
     return index
 
 
-def permute_rows(
-    tensor: torch.Tensor, heads: int, source: Pairing, target: Pairing, rotary_dim: int
-) -> torch.Tensor:
+def permute_rows(tensor: torch.Tensor, heads: int, source: Pairing, target: Pairing, rotary_dim: int) -> torch.Tensor:
     """Permute the leading dimension [heads * D, ...] of a q or k weight or bias from one pairing to the other.
 
     `heads` is the tensor's own number: query heads for q, key/value heads for k.

@@ -40,7 +40,7 @@ class AdaRotary(nn.Module):
     ) -> None:
         super().__init__()
         self.window, self.log_coef, self.interleaved, self.length = window, log_coef, interleaved, length
-        float32 = {"dtype": torch.float32, "device": device}
+        float32: Any = {"dtype": torch.float32, "device": device}
         self.theta0 = nn.Buffer(torch.full((pairs,), torch.nan, **float32))  # NaN: a table that never came is loud
         self.delta = nn.Parameter(torch.zeros(kv_heads, pairs, **float32))
         self.tau = nn.Parameter(torch.ones(query_heads, **float32))
@@ -60,7 +60,7 @@ class AdaRotary(nn.Module):
         return self.theta0 * self.delta.exp()
 
     def scale(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """lambda [B, Hq or 1, T] for the queries at position_ids [B, T]; L is position + 1, or the row's whole length."""
+        """lambda [B, Hq or 1, T] of the queries at position_ids [B, T]; L is position + 1, or the whole row's length."""
         ratio = (position_ids.float() + 1) / self.window
         if self.length == "sequence":
             ratio = ratio.amax(-1, keepdim=True).expand_as(ratio)
@@ -90,9 +90,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     """Turn the first R = 2F channels of x [..., T, D] by angles whose cos and sin are [..., T, F]; the rest stay."""
     span = 2 * cos.shape[-1]
     turning, rest = x[..., :span], x[..., span:]
-    first, second = (
-        (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
-    )
+    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
     a, b = first * cos - second * sin, second * cos + first * sin
     out = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
     return torch.cat((out, rest), -1) if rest.shape[-1] else out
@@ -109,7 +107,7 @@ class RotaryCall:
         return self.rotary(q, k, self.position_ids)
 
 
-def hand_over(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def hand_over(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Forward pre-hook of a converted attention layer: its rotary stands in for (cos, sin)."""
     positions = kwargs.get("position_ids")
     if positions is None:
@@ -123,12 +121,11 @@ def hand_over(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict
 
 def count_from_first_token(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Forward pre-hook of the decoder: with left padding a row's positions start at its first real token."""
-    mask = kwargs.get("attention_mask")
+    mask, tokens = kwargs.get("attention_mask"), kwargs.get("input_ids")
     if kwargs.get("position_ids") is None and isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        tokens = kwargs.get("input_ids")
         tokens = args[0] if tokens is None and args else tokens
-        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        width = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -width:]
     return args, kwargs
 
 
@@ -145,18 +142,18 @@ def dispatch(apply_rotary_pos_emb: Any) -> Any:
     return apply
 
 
-def install(model: nn.Module, attention: str, make: Any) -> list[AdaRotary]:
+def install(model: Any, attention: str, make: Any) -> list[AdaRotary]:
     """Give every layer of class name `attention` the AdaRotary that make(layer) returns; return them in layer order.
 
     The layer's own modeling file gets a dispatching apply_rotary_pos_emb, once a process. No attention is rewritten.
     """
-    layers = [m for m in model.modules() if type(m).__name__ == attention]
+    layers: list[Any] = [m for m in model.modules() if type(m).__name__ == attention]
     rotaries = []
     for layer in layers:
         layer.adarope = make(layer)
         layer.register_forward_pre_hook(hand_over, with_kwargs=True)
         rotaries.append(layer.adarope)
-        modeling = sys.modules[type(layer).__module__]
+        modeling: Any = sys.modules[type(layer).__module__]
         if not hasattr(modeling.apply_rotary_pos_emb, "dispatches_adarope"):
             modeling.apply_rotary_pos_emb = dispatch(modeling.apply_rotary_pos_emb)
     if layers:

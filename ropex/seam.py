@@ -61,7 +61,7 @@ def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
         raise UnsupportedError(
             f"{type(model).__name__} has {len(made)} {rope.family.attention} layers where its config says {rope.layers}"
         )
-    model.ropex_spec = spec
+    model.ropex_spec = spec  # type: ignore[assignment]
     return model
 
 

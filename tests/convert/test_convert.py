@@ -2,14 +2,14 @@ import json
 
 import pytest
 import torch
-from ropex.checkpoint import open_checkpoint
-from ropex.convert.convert import convert
-from ropex.convert.inspect import inspect
-from ropex.errors import OptionError, RopexError, UnsupportedError
 from tolerances import STOCK
 from transformers import AutoModelForCausalLM
 
 import ropex
+from ropex.checkpoint import open_checkpoint
+from ropex.convert.convert import convert
+from ropex.convert.inspect import inspect
+from ropex.errors import OptionError, RopexError, UnsupportedError
 
 
 def raw(checkpoint, name: str) -> tuple[str, tuple[int, ...], bytes]:

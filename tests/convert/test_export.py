@@ -5,19 +5,18 @@ import textwrap
 
 import pytest
 import torch
-from ropex.checkpoint import open_checkpoint
-from ropex.config import ADAROPE
-from ropex.convert.convert import convert
-from ropex.convert.export import export
-from ropex.errors import CheckpointError, OptionError, UnsupportedError
-from ropex.seam import rope_of_model, rotaries, rotary_state
-from ropex.spec import make_spec
 from safetensors.torch import save_file
 from tolerances import LOGITS
 from transformers import AutoModelForCausalLM
 
 import ropex
 from ropex import attach
+from ropex.checkpoint import open_checkpoint
+from ropex.config import ADAROPE
+from ropex.convert.export import export
+from ropex.errors import CheckpointError, OptionError, UnsupportedError
+from ropex.seam import rope_of_model, rotaries, rotary_state
+from ropex.spec import make_spec
 
 
 @pytest.fixture
@@ -178,7 +177,9 @@ def test_a_run_that_lacks_its_rotary_tensors_is_refused(run, tmp_path):
     from safetensors.torch import load_file
 
     path, _ = run()
-    tensors = {n: t for n, t in load_file(path / "trained.safetensors").items() if "layers.1.self_attn.adarope" not in n}
+    tensors = {
+        n: t for n, t in load_file(path / "trained.safetensors").items() if "layers.1.self_attn.adarope" not in n
+    }
     save_file(tensors, path / "trained.safetensors")
     with pytest.raises(CheckpointError, match="rotary tensors"):
         export(path, tmp_path / "out")

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+
 from ropex.convert.convert import convert
 from ropex.convert.output import whole_folder
 from ropex.errors import OutputError

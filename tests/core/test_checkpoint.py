@@ -2,6 +2,7 @@ import json
 import struct
 
 import pytest
+
 from ropex.checkpoint import open_checkpoint, read_header, split_method
 from ropex.errors import CheckpointError, OptionError
 

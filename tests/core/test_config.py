@@ -1,6 +1,7 @@
 import json
 
 import pytest
+
 from ropex.config import rope_of, write_rope
 from ropex.convert.inspect import inspect
 from ropex.errors import CheckpointError, UnsupportedError

@@ -1,12 +1,12 @@
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+import ropex
 from ropex.convert.convert import convert
 from ropex.errors import CheckpointError, OptionError
 from ropex.lora import lora_pairs, merge_into, merged
 from ropex.seam import rotaries
-from safetensors.torch import load_file, save_file
-
-import ropex
 
 
 def test_a_stock_checkpoint_loads_as_transformers_loads_it(folder, model, tokens):

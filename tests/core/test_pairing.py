@@ -1,6 +1,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from ropex.pairing import head_permutation, permute_rows
 from ropex.rotary import rotate
 

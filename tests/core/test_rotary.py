@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ropex.rotary import AdaRotary
 from tolerances import ANGLE_FAST, ANGLE_SLOW, NORM
+
+from ropex.rotary import AdaRotary
 
 
 def make(theta0, heads=8, kv_heads=2, window=128, **options) -> AdaRotary:

@@ -2,13 +2,13 @@ import copy
 
 import pytest
 import torch
-from ropex.errors import UnsupportedError
-from ropex.seam import load_rotary_state, rope_of_model, rotaries, rotary_state
-from ropex.spec import make_spec
 from tolerances import LOGITS, STOCK
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from ropex import attach, method_of
+from ropex.errors import UnsupportedError
+from ropex.seam import load_rotary_state, rope_of_model, rotaries, rotary_state
+from ropex.spec import make_spec
 
 HEADS = [(8, 2), (8, 8), (8, 1), (9, 3), (4, 2), (14, 2)]
 
@@ -21,7 +21,9 @@ def convert(model, name="adarope", **asked):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_fresh_adarope_is_its_parent_bit_for_bit(make_model, tokens, heads, kv_heads, dtype):
     model = make_model(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 8)
-    for parameter in model.parameters():  # model.to(bfloat16) would round the parent's own table, from_pretrained does not
+    for (
+        parameter
+    ) in model.parameters():  # model.to(bfloat16) would round the parent's own table, from_pretrained does not
         parameter.data = parameter.data.to(dtype)
     parent = model(tokens).logits
     assert torch.equal(convert(model)(tokens).logits, parent)

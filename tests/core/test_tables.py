@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
-from ropex.errors import OptionError
-from ropex.spec import make_spec
-from ropex.tables import METHODS, stock_table, table
 from transformers import LlamaForCausalLM
 
 from ropex import attach
+from ropex.errors import OptionError
+from ropex.spec import make_spec
+from ropex.tables import METHODS, stock_table, table
 
 ASKED = {
     "rope": {}, "pi": {"factor": 4.0}, "ntk": {"factor": 4.0}, "yarn": {"factor": 4.0}, "llama3": {"factor": 8.0},
