@@ -16,6 +16,7 @@ from ropex.spec import RotarySpec, spec_of
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 RUN = "run.json"
+NANO = "nano"
 _HEADER_LIMIT = 100 * 1024 * 1024  # safetensors' own limit on a header
 _BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -88,9 +89,9 @@ def split_method(argument: str) -> tuple[str, str | None, float | None]:
 
 
 def locate(path: str | Path) -> Path:
-    """The file or folder that a checkpoint argument means; `nano` is the one that ships with ropex."""
-    if str(path) == "nano" and not Path("nano").exists():
-        return Path(str(files("ropex.demo"))) / "nano"
+    """The file or folder that a checkpoint argument means; `nano` ships with ropex (a folder of that name is ./nano)."""
+    if path == NANO:
+        return Path(str(files("ropex.demo"))) / NANO
     found = Path(path).expanduser()
     if not found.exists():
         raise CheckpointError(f"{path} does not exist: give a checkpoint folder, a .gguf file, or 'nano'")

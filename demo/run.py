@@ -1,0 +1,125 @@
+"""The whole job on the checkpoint that ships with ropex: inspect, convert, extend, evaluate, export."""
+
+import json
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from ropex.convert.convert import convert
+from ropex.convert.export import export
+from ropex.convert.inspect import inspect
+from ropex.convert.output import check_output
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FACTOR = 8
+DOCUMENTS, PAIRS = 240, (24, 56)  # training documents, and how many keys each states and asks for
+SAMPLES = 50  # needles a length
+
+
+def run_demo(
+    out: Path | None = None, *, seed: int = 0, progress: Callable[[str, int, int], None] | None = None
+) -> dict[str, Any]:
+    """Extend `nano` by a factor of 8 and measure it at 1, 2, 4 and 8 times its window.
+
+    out: a new folder that keeps converted/, run/, exported/ and report.json; without it nothing is kept.
+    Returns {"rows": [{"name", "nll": {length: nats a token}, "needle": {length: share found}}], "seconds"} for base,
+    yarn, warmup, joint and exported; the last is the exported checkpoint, loaded again.
+    """
+    if out is None:
+        with TemporaryDirectory() as folder:
+            return _demo(Path(folder) / "demo", seed, progress or (lambda what, done, total: None))
+    check_output(out, [], False)
+    return _demo(out, seed, progress or (lambda what, done, total: None))
+
+
+def _demo(out: Path, seed: int, say: Callable[[str, int, int], None]) -> dict[str, Any]:
+    from ropex.loading import load_tokenizer
+    from ropex.train.extend import extend
+
+    began, steps = time.monotonic(), 8
+    say("inspecting nano", 0, steps)
+    target = FACTOR * inspect("nano")["window"]
+    say("converting to adarope", 0, steps)
+    convert("nano", out / "converted", "adarope", init="yarn", target=target)
+    say("writing training documents", 1, steps)
+    data = out / "train.jsonl"
+    write_documents(data, load_tokenizer("nano"), target, seed)
+    say("extending, in two stages", 2, steps)
+    extend(
+        out / "converted",
+        out / "run",
+        target=target,
+        data=[str(data)],
+        dtype="float32",
+        seed=seed,
+        **RECIPE,
+    )
+    say("exporting", 3, steps)
+    export(out / "run", out / "exported", dtype="float32")
+    checkpoints = {
+        "base": "nano",
+        "yarn": f"nano@yarn:{FACTOR}",
+        "warmup": str(out / "run" / "warmup"),
+        "joint": str(out / "run"),
+        "exported": str(out / "exported"),
+    }
+    rows = []
+    for done, (name, checkpoint) in enumerate(checkpoints.items(), start=3):
+        say(f"evaluating {name}", done, steps)
+        rows.append({"name": name} | evaluate(checkpoint, target))
+    report = {"rows": rows, "seconds": round(time.monotonic() - began, 1)}
+    (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+RECIPE: dict[str, Any] = {
+    "steps_warmup": 60,
+    "steps_joint": 160,
+    "batch_size": 2,
+    "lr_freq": 3e-3,
+    "lr_scale": 1e-2,
+    "lr_lora": 3e-3,
+    "grad_ckpt": False,
+}
+
+
+def write_documents(path: Path, tokenizer: "PreTrainedTokenizerBase", length: int, seed: int) -> None:
+    """Training documents of `length` tokens as JSON lines: the shipped plays, keys stated and asked for in them."""
+    import random
+
+    from ropex.eval.needle import encode_lines, mixed_document
+
+    haystack = encode_lines(tokenizer, _text("train.txt"))
+    rng = random.Random(f"demo {seed}")
+    with path.open("w", encoding="utf-8") as file:
+        for index in range(DOCUMENTS):
+            document = mixed_document(tokenizer, haystack, length, rng.randint(*PAIRS), f"{seed} {index}")
+            text = tokenizer.decode(document.ids, skip_special_tokens=True)
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def evaluate(checkpoint: str, target: int) -> dict[str, dict[str, float]]:
+    """{"nll": {length: mean}, "needle": {length: accuracy}} on the shipped text that no training saw, in float32."""
+    from ropex.eval.needle import needle_accuracy
+    from ropex.eval.nll import evaluate_nll
+    from ropex.loading import load, load_tokenizer
+
+    lengths = [target // FACTOR * times for times in (1, 2, 4, 8)]
+    dev = Path(str(files("ropex.demo"))) / "text" / "dev.txt"
+    report = evaluate_nll([checkpoint], [dev], lengths, dtype="float32")
+    model, tokenizer = load(checkpoint, dtype="float32"), load_tokenizer(checkpoint)
+    return {
+        "nll": {str(row["length"]): row["mean"] for row in report["results"]},
+        "needle": {
+            str(length): needle_accuracy(model, tokenizer, _text("dev.txt"), length, SAMPLES) for length in lengths
+        },
+    }
+
+
+def _text(name: str) -> str:
+    return (files("ropex.demo") / "text" / name).read_text(encoding="utf-8")
