@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ropex.cli.common import length, note, print_json, stdout
+from ropex.cli.common import fail, length, print_json, stdout
 
 
 def extend(
@@ -77,6 +77,7 @@ def extend(
     if as_json:
         print_json(result)
         return
+    if not result["finished"]:
+        fail(f"stopped before the end: go on with the same command and --resume (so far: {out})")
+        raise typer.Exit(1)
     stdout().print(f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`")
-    for remark in result.get("notes", []):
-        note(remark)

@@ -5,11 +5,11 @@ from pathlib import Path
 from shutil import copyfile
 from typing import TYPE_CHECKING, Any
 
-from ropex.checkpoint import INDEX, SINGLE, Checkpoint
+from ropex.checkpoint import INDEX, SINGLE
 from ropex.config import ADAROPE, Rope, rope_of, write_rope
 from ropex.convert.modeling import adarope_config, write_modeling
 from ropex.convert.output import PROVENANCE, check_output, provenance, whole_folder, write_json
-from ropex.convert.source import Source, open_source, raise_tokenizer_limit
+from ropex.convert.source import Source, every, open_source, raise_tokenizer_limit, require_finite
 from ropex.convert.weights import write_index, write_shards
 from ropex.errors import RopexError, UnsupportedError
 from ropex.spec import Length, RotarySpec, make_spec
@@ -59,6 +59,7 @@ def convert(
             if unchanged
             else f"'{to}' should have kept the parent's table and did not: this is a bug in ropex, please report it"
         )
+    require_finite(src, rope)
     stock = _stock_parameters(spec, rope)
     with whole_folder(out, [src.path], overwrite, src.bytes) as staging:
         if stock is None:
@@ -121,7 +122,7 @@ def _copy_weights(src: Source, folder: Path, rotary: dict[str, "torch.Tensor"]) 
     from safetensors.torch import save_file
 
     if src.checkpoint is None:  # GGUF: nothing on disk to copy
-        write_shards([*src.tensors(), *rotary.items()], folder, 5 * 10**9, {})
+        write_shards([*src.tensors(every), *rotary.items()], folder, 5 * 10**9, {})
         return
     checkpoint = src.checkpoint
     single = not (checkpoint.path / INDEX).exists()
@@ -139,15 +140,3 @@ def _copy_weights(src: Source, folder: Path, rotary: dict[str, "torch.Tensor"]) 
         weight_map |= dict.fromkeys(rotary, ROTARY_SHARD)
         total += sum(t.numel() * 4 for t in rotary.values())
     write_index(folder, weight_map, total)
-
-
-def same_tensors(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Names of tensors of `a` that `b` lacks or holds with other bytes."""
-
-    def raw(checkpoint: Checkpoint, name: str) -> bytes:
-        info = checkpoint.tensors[name]
-        with info.file.open("rb") as file:
-            file.seek(info.start)
-            return file.read(info.end - info.start)
-
-    return [n for n in a.tensors if n not in b.tensors or raw(a, n) != raw(b, n)]

@@ -10,7 +10,7 @@ from ropex.checkpoint import RUN, is_run, locate
 from ropex.config import ADAROPE, Rope, read_json, rope_of, write_rope
 from ropex.convert.modeling import adarope_config, write_modeling
 from ropex.convert.output import PROVENANCE, check_output, provenance, whole_folder, write_json
-from ropex.convert.source import Source, open_source, parse_size, raise_tokenizer_limit
+from ropex.convert.source import Source, every, open_source, parse_size, raise_tokenizer_limit
 from ropex.convert.weights import write_shards
 from ropex.errors import CheckpointError, OptionError, UnsupportedError
 from ropex.spec import RotarySpec, spec_of
@@ -223,7 +223,7 @@ def _merged_tensors(
     from ropex.lora import merged
 
     family = rope.family
-    for name, tensor in trained.source.tensors():
+    for name, tensor in trained.source.tensors(every):
         module, _, kind = name.rpartition(".")
         out = tensor
         if module in trained.lora and kind == "weight":

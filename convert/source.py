@@ -8,9 +8,9 @@ from shutil import copyfile
 from typing import TYPE_CHECKING, Any
 
 from ropex.checkpoint import Checkpoint, carried_files, is_gguf, locate, open_checkpoint
-from ropex.config import ADAROPE
+from ropex.config import ADAROPE, Rope
 from ropex.convert.output import PROVENANCE, write_json
-from ropex.errors import OptionError
+from ropex.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -20,15 +20,23 @@ MODELING = "modeling_adarope.py"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
+Wanted = Callable[[str], bool]
+
+
+def every(name: str) -> bool:
+    """All tensors are wanted."""
+    return True
+
+
 @dataclass(frozen=True)
 class Source:
-    """config: config.json's content. tensors(): (name, tensor) pairs in file order, rotary ones left out.
+    """config: config.json's content. tensors(wanted): (name, tensor) pairs in file order, rotary ones left out.
     rotary(): our own tensors, if the source is converted. bytes: what its weights take on disk.
     carry(folder): put the tokenizer and every other file into folder. checkpoint: the folder, None for GGUF."""
 
     path: Path
     config: dict[str, Any]
-    tensors: Callable[[], Iterator[tuple[str, "torch.Tensor"]]]
+    tensors: Callable[[Wanted], Iterator[tuple[str, "torch.Tensor"]]]
     rotary: Callable[[], dict[str, "torch.Tensor"]]
     bytes: int
     carry: Callable[[Path], None]
@@ -49,7 +57,7 @@ def open_source(path: str | Path) -> Source:
 def _folder(checkpoint: Checkpoint) -> Source:
     from safetensors import safe_open
 
-    def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, "torch.Tensor"]]:
+    def read(wanted: Wanted) -> Iterator[tuple[str, "torch.Tensor"]]:
         for file in checkpoint.shards:
             with safe_open(file, "pt") as shard:
                 for name, info in checkpoint.tensors.items():
@@ -64,7 +72,9 @@ def _folder(checkpoint: Checkpoint) -> Source:
     return Source(
         checkpoint.path,
         checkpoint.config,
-        lambda: read(lambda name: not is_rotary(name) and not name.endswith("rotary_emb.inv_freq")),
+        lambda wanted: read(
+            lambda name: wanted(name) and not is_rotary(name) and not name.endswith("rotary_emb.inv_freq")
+        ),
         lambda: dict(read(is_rotary)),
         sum(file.stat().st_size for file in checkpoint.shards),
         carry,
@@ -86,7 +96,7 @@ def _gguf(path: Path) -> Source:
             model.generation_config.save_pretrained(folder)
 
     size = sum(t.numel() * t.element_size() for t in state.values())
-    return Source(path, config, lambda: iter(state.items()), dict, size, carry)
+    return Source(path, config, lambda wanted: ((n, t) for n, t in state.items() if wanted(n)), dict, size, carry)
 
 
 def _plain_config(model: "PreTrainedModel") -> dict[str, Any]:
@@ -97,6 +107,14 @@ def _plain_config(model: "PreTrainedModel") -> dict[str, Any]:
     named = geometry | set(config.to_diff_dict()) - {"quantization_config", "architectures"}
     plain = {k: v for k, v in config.to_dict().items() if k in named and not k.startswith("_")}
     return {"architectures": [type(model).__name__]} | plain
+
+
+def require_finite(source: Source, rope: Rope) -> None:
+    """A NaN or infinity in q or k spoils every logit behind it: refuse it by name."""
+    projections = (f".{rope.family.q_proj}", f".{rope.family.k_proj}")
+    for name, tensor in source.tensors(lambda name: name.rpartition(".")[0].endswith(projections)):
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{source.path}: {name} has values that are not finite numbers: it is damaged")
 
 
 def raise_tokenizer_limit(folder: Path, target: int) -> None:

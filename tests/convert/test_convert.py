@@ -9,7 +9,7 @@ import ropex
 from ropex.checkpoint import open_checkpoint
 from ropex.convert.convert import convert
 from ropex.convert.inspect import inspect
-from ropex.errors import OptionError, RopexError, UnsupportedError
+from ropex.errors import CheckpointError, OptionError, RopexError, UnsupportedError
 
 
 def raw(checkpoint, name: str) -> tuple[str, tuple[int, ...], bytes]:
@@ -119,3 +119,13 @@ def test_rotary_tensors_are_float32_whatever_the_weights_are(tmp_path, model):
     out = open_checkpoint(tmp_path / "out")
     assert {t.dtype for n, t in out.tensors.items() if ".adarope." in n} == {"F32"}
     assert {t.dtype for n, t in out.tensors.items() if ".adarope." not in n} == {"BF16"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_in_q_or_k_that_is_no_number_is_refused_by_name(tmp_path, model, value):
+    """RX-34."""
+    model.model.layers[1].self_attn.k_proj.weight.data[3, 5] = value
+    model.save_pretrained(tmp_path / "broken")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_proj\.weight"):
+        convert(tmp_path / "broken", tmp_path / "out", "adarope")
+    assert not (tmp_path / "out").exists()

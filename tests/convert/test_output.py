@@ -35,9 +35,8 @@ def test_the_source_and_its_surroundings_are_never_the_target(folder, tmp_path, 
     """RX-33."""
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "file").write_text("x")
-    out = {
-        "same": folder, "link": tmp_path / "link", "inside": folder / "out", "parent": tmp_path, "file": tmp_path / "file",
-    }[where]  # fmt: skip
+    places = {"same": folder, "link": tmp_path / "link", "inside": folder / "out", "parent": tmp_path}
+    out = places.get(where, tmp_path / "file")
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(OutputError):
         convert(folder, out, "adarope", overwrite=True)
