@@ -1,0 +1,109 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ropex.train.loss import IGNORED, batch_loss, chunk_tokens, summed_nll
+
+
+def make_batch(rows: int, length: int, labels: int | None = None, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tokens; only the last `labels` of each row count."""
+    ids = torch.randint(257, (rows, length), generator=torch.Generator().manual_seed(seed))
+    wanted = ids.clone()
+    if labels is not None:
+        wanted[:, : length - labels] = IGNORED
+    return {
+        "input_ids": ids,
+        "labels": wanted,
+        "position_ids": torch.arange(length).expand(rows, -1),
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
+def items(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 1000])
+def test_loss_and_every_gradient_equal_those_of_the_full_logits(tiny_llama: Callable, chunk: int) -> None:
+    batch = make_batch(3, 41, labels=30)
+    ours, plain = tiny_llama(), tiny_llama()
+    loss = batch_loss(ours, batch, items(batch), chunk)
+    loss.backward()
+    logits = plain(batch["input_ids"], position_ids=batch["position_ids"]).logits
+    reference = F.cross_entropy(logits[:, :-1].reshape(-1, 257), batch["labels"][:, 1:].reshape(-1))
+    reference.backward()
+    torch.testing.assert_close(loss, reference, rtol=1e-5, atol=1e-5)
+    theirs = gradients(plain)
+    assert len(theirs) == len(list(plain.parameters()))
+    for name, gradient in gradients(ours).items():
+        torch.testing.assert_close(gradient, theirs.pop(name), rtol=1e-5, atol=1e-5)
+    assert not theirs
+
+
+def test_a_batch_without_labels_gives_zero_and_no_nan(tiny_llama: Callable) -> None:
+    model, batch = tiny_llama(), make_batch(1, 20, labels=0)
+    loss = batch_loss(model, batch, items(batch), 8)
+    loss.backward()
+    assert loss == 0
+    assert all(g.isfinite().all() and not g.any() for g in gradients(model).values())
+
+
+def test_uneven_micro_batches_add_up_to_one_batch_weighted_by_tokens(tiny_llama: Callable) -> None:
+    few, many = make_batch(1, 60, labels=5, seed=1), make_batch(1, 60, labels=59, seed=2)
+    both = {k: torch.cat((few[k], many[k])) for k in few}
+    apart, together = tiny_llama(), tiny_llama()
+    total = items(few) + items(many)
+    summed = torch.zeros(())
+    for batch in (few, many):
+        loss = batch_loss(apart, batch, total, 16)
+        loss.backward()
+        summed += loss.detach()
+    one = batch_loss(together, both, total, 16)
+    one.backward()
+    torch.testing.assert_close(summed, one.detach(), rtol=1e-5, atol=1e-5)
+    expected = gradients(together)
+    for name, gradient in gradients(apart).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    mean_of_means = sum(batch_loss(apart, b, items(b), 16).detach() for b in (few, many)) / 2
+    assert abs(mean_of_means - one.detach()) > 1e-3  # the wrong weighting would be seen
+
+
+def test_no_more_logits_than_a_chunk_ever_exist() -> None:
+    vocabulary, chunk = 5000, 16
+    head = torch.nn.Linear(32, vocabulary, bias=False).requires_grad_(False)
+    hidden = torch.randn(1, 400, 32, requires_grad=True)
+    rows, kept = [], []
+    head.register_forward_hook(lambda module, args, out: rows.append(out.shape[0]))
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = summed_nll(hidden, torch.randint(vocabulary, (1, 400)), head, chunk)
+    assert max(kept) <= head.weight.numel()  # what waits for the backward pass holds no logits of the window
+    forward = len(rows)
+    loss.backward()
+    assert len(rows) == 2 * forward  # each chunk's logits are made again
+    assert max(rows) == chunk
+
+
+def test_the_reduction_is_float32_for_a_bfloat16_model() -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(32, 300, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    hidden, labels = torch.randn(1, 2001, 32, dtype=torch.bfloat16), torch.randint(300, (1, 2001))
+    ours = summed_nll(hidden, labels, head, 128)
+    exact = F.cross_entropy(head(hidden)[0, :-1].double(), labels[0, 1:], reduction="sum")
+    assert ours.dtype == torch.float32
+    assert abs(float(ours) / float(exact) - 1) < 1e-5
+
+
+def test_a_chunk_is_bounded_in_logits_and_never_empty() -> None:
+    assert chunk_tokens(128_256) * 128_256 * 4 <= 64 * 2**20
+    assert chunk_tokens(10**9) == 16

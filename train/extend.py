@@ -1,0 +1,315 @@
+"""extend: train a checkpoint's rotary embedding, and then LoRA with it, for a longer context."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ropex.errors import OptionError, RopexError, UnsupportedError
+from ropex.loading import as_dtype, load, load_tokenizer, quiet
+from ropex.seam import attach, rope_of_model
+from ropex.spec import RotarySpec, make_spec
+from ropex.train import runfolder
+from ropex.train.documents import sources, tokenise
+from ropex.train.loss import batch_loss
+from ropex.train.memory import estimate
+from ropex.train.report import Report, size
+from ropex.train.settings import Settings, check, differing, resolve
+from ropex.train.stages import Stage
+from ropex.train.trainable import (
+    add_lora,
+    check_gradients,
+    choose,
+    counts,
+    lora_targets,
+    restore,
+    spread,
+    trainable,
+    trained_state,
+)  # fmt: skip
+from ropex.train.trainer import KEPT_CHECKPOINTS, StageTrainer, Stop
+from ropex.train.windows import Corpus, Windows
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedModel
+
+_OF_THE_SOURCE = ("init", "ada_freq", "ada_scale", "share_heads")  # a converted checkpoint decides these itself
+_PROBE_TOKENS = 256  # enough for every tensor to get a gradient, and short beside any real window
+
+
+def extend(
+    src: str | Path,
+    out: str | Path,
+    *,
+    target: int | None,
+    data: Sequence[str],
+    strategy: str = "warmup-joint",
+    window: int | None = None,
+    steps_warmup: int = 40,
+    steps_joint: int = 60,
+    batch_size: int = 1,
+    accumulation: int = 1,
+    lr_freq: float = 1e-3,
+    lr_scale: float = 1e-2,
+    lr_lora: float = 2e-4,
+    lora_r: int = 16,
+    lora_alpha: int = 16,
+    init: str = "yarn",
+    ada_freq: bool = True,
+    ada_scale: bool = True,
+    share_heads: bool = False,
+    dtype: str | None = None,
+    seed: int = 0,
+    save_steps: int | None = None,
+    grad_ckpt: bool | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+) -> dict[str, Any]:
+    """Train `src` for a context of `target` tokens on `data`, into the run folder `out`.
+
+    src: whatever ropex.load takes; one that is not converted becomes adarope, starting from `init`. data: .txt, .md,
+    .jsonl and .parquet files, folders of them, Hub datasets (owner/name[:split]). window: tokens a sample; below the
+    target its positions jump. The other values are those of Settings. resume: continue a run of the same settings.
+
+    Returns {"out", "finished", "settings", "data", "stages"}; "finished" is False when a signal ended it early.
+    Errors: OptionError, DataError, CheckpointError, OutputError before anything is written; RopexError when the loss
+    stops being a number.
+    """
+    dtype = None if dtype is None else str(as_dtype(dtype)).removeprefix("torch.")  # bf16 and bfloat16 are one setting
+    asked = Settings(
+        target=target, strategy=strategy, window=window, steps_warmup=steps_warmup, steps_joint=steps_joint,
+        batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale, lr_lora=lr_lora,
+        lora_r=lora_r, lora_alpha=lora_alpha, init=init, ada_freq=ada_freq, ada_scale=ada_scale,
+        share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps, grad_ckpt=grad_ckpt,
+    )  # fmt: skip
+    check(asked)
+    if resume and overwrite:
+        raise OptionError("resume continues the run that overwrite would replace: give one of them")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnsupportedError("training runs in one process: start it without torchrun or accelerate launch")
+    if "@" in Path(src).name and not Path(src).exists():
+        raise OptionError(f"{src}: a method on the fly cannot be trained; leave '@...' out and choose it with --init")
+    report, place, source = Report(console), Path(out).expanduser(), runfolder.source_name(src)
+    place = place.resolve() if place.is_symlink() else place  # a rename would replace the link
+    runfolder.check_place(place, source, resume, overwrite)
+    before = runfolder.read_run(place) if resume else None
+    if before is not None:
+        _same_run(place, before, {"source": source}, {"source": before.get("source")})
+        _same_run(place, before, {k: v for k, v in asked.block().items() if k not in _OF_THE_SOURCE}, open_too=False)
+        if runfolder.finished(place):
+            report.say(f"{place} is finished: nothing to resume")
+            return _summary(place, before, True)
+    elif resume:
+        report.say(f"{place} does not exist yet: starting from the beginning")
+    sources(data)  # a missing file should not wait for the model to load
+
+    model, settings, spec = _model(source, asked)
+    report.say("reading the training text")
+    corpus = tokenise(data, load_tokenizer(source), settings.sample_tokens, model.config.vocab_size)
+    _say_corpus(report, corpus, settings)
+    run = {
+        "source": source,
+        "spec": spec.block(),
+        "lora": _lora_block(model, settings, settings.stages[-1]),
+        "settings": settings.block(),
+        "data": {
+            "given": [str(d) for d in data],
+            "documents": corpus.documents,
+            "left_out": corpus.left_out,
+            "tokens": len(corpus.tokens),
+            "fingerprint": corpus.fingerprint,
+        },
+        "versions": runfolder.versions(),
+        "seed": settings.seed,
+    }
+    if before is not None:
+        _same_run(place, before, settings.block())
+        _same_run(place, before, {"data": corpus.fingerprint}, {"data": before["data"]["fingerprint"]})
+        if before["versions"] != run["versions"]:
+            report.say(f"versions differ from those that began the run: {before['versions']}")
+        run = before
+    _check_space(place, model, settings)
+    if before is None:
+        runfolder.create(place, run)
+    try:
+        finished = _train(model, settings, corpus, place, run, report)
+    except RopexError:
+        if before is None and not runfolder.read_log(place):  # it failed before a step was made
+            shutil.rmtree(place)
+        raise
+    return _summary(place, run, finished)
+
+
+def _model(source: str, asked: Settings) -> tuple["PreTrainedModel", Settings, RotarySpec]:
+    """The converted model, the resolved settings, and the spec."""
+    model = load(source, asked.dtype)
+    spec: RotarySpec | None = getattr(model, "ropex_spec", None)
+    if spec is None:
+        if asked.target is None:
+            raise OptionError("the checkpoint is not converted yet: give the target, such as --target 16k")
+        spec = make_spec(
+            "adarope", rope_of_model(model), target=asked.target, init=asked.init, ada_freq=asked.ada_freq,
+            ada_scale=asked.ada_scale, share_heads=asked.share_heads,
+        )  # fmt: skip
+        attach(model, spec)
+    if not spec.learned:
+        raise OptionError(f"{source} uses '{spec.method}', which has no learned part: convert its parent --to adarope")
+    if asked.target not in (None, spec.target):
+        raise OptionError(f"{source} was converted for {spec.target} tokens: give that target, or extend its parent")
+    if asked.share_heads and not spec.share_heads:
+        raise OptionError(f"{source} was converted with a table for each head: leave share_heads out")
+    if model.dtype == torch.float16:
+        raise OptionError("float16 loses small gradients: train with --dtype bf16 or float32")
+    freq, scale = asked.ada_freq and spec.ada_freq, asked.ada_scale and spec.ada_scale
+    asked = replace(asked, ada_freq=freq, ada_scale=scale, share_heads=spec.share_heads, init=spec.init)
+    return model, resolve(asked, spec.target, str(_spelled(model.dtype))), spec
+
+
+def _spelled(dtype: str | torch.dtype | None) -> str | None:
+    """One spelling a dtype, so that bf16 and bfloat16 are the same setting."""
+    return None if dtype is None else str(as_dtype(dtype)).removeprefix("torch.")
+
+
+def _train(
+    model: "PreTrainedModel",
+    settings: Settings,
+    corpus: Corpus,
+    place: Path,
+    run: dict[str, Any],
+    report: Report,
+) -> bool:
+    """Make the stages that are not done yet; True when all are."""
+    if settings.grad_ckpt:
+        # Re-entrant checkpointing gives a frozen backbone no gradients, or a table that all layers share a crash.
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.disable_input_require_grads()  # only the re-entrant kind needs it
+    first = 0
+    with Stop(report.say) as stop, quiet():
+        for number, stage in enumerate(settings.stages):
+            folder, count = place / stage.name, settings.steps(stage) * settings.samples_a_step
+            if stage.lora:
+                add_lora(model, settings.lora_r, settings.lora_alpha, settings.seed + number)
+            state = runfolder.read_trained(folder, report.say)
+            if state is not None:
+                restore(model, state, str(folder))
+                report.say(f"stage {stage.name} is done already")
+            else:
+                windows = Windows(corpus, settings.sample_tokens, settings.target or 0, settings.seed, first, count)
+                if not _make_stage(model, stage, settings, windows, place, report, stop):
+                    return False
+                block = run | {"lora": _lora_block(model, settings, stage)}
+                runfolder.write_trained(folder, block, trained_state(model))
+            first += count
+    runfolder.write_trained(place, run, trained_state(model))
+    report.say(f"finished: {place}")
+    return True
+
+
+def _make_stage(
+    model: "PreTrainedModel",
+    stage: Stage,
+    settings: Settings,
+    windows: Windows,
+    place: Path,
+    report: Report,
+    stop: Stop,
+) -> bool:
+    """Train one stage from its newest checkpoint or its beginning; False when a signal ended it early."""
+    folder, steps = place / stage.name, settings.steps(stage)
+    choose(model, stage, settings.ada_freq, settings.ada_scale)
+    _say_stage(report, stage, model, settings)
+
+    def record(line: dict[str, Any]) -> None:
+        runfolder.append_log(place, line | spread(model))
+        report.step(line)
+
+    trainer = StageTrainer(model, stage, settings, windows, folder, record, stop)
+    model.train()
+    check_gradients(model, lambda: batch_loss(model, _probe(windows, model.device), _PROBE_TOKENS))
+    done, checkpoint = runfolder.newest_whole(folder, report.say) or (0, None)
+    if checkpoint:
+        report.say(f"stage {stage.name} continues after step {done}")
+    earlier = [s.name for s in settings.stages[: settings.stages.index(stage)]]
+    runfolder.rewind_log(place, stage, done, earlier)
+    with report.stage(stage.name, steps, done):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if trainer.state.global_step < steps:
+        report.say(f"stopped after step {trainer.state.global_step} of stage {stage.name}: continue with --resume")
+        return False
+    return True
+
+
+def _probe(windows: Windows, device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch of one short row: tokens of the first window from all over it, at their own positions."""
+    sample = windows[0]
+    length = len(sample["input_ids"])
+    picked = torch.linspace(0, length - 1, min(length, _PROBE_TOKENS)).long()
+    return {name: tensor[picked][None].to(device) for name, tensor in sample.items()}
+
+
+def _same_run(
+    place: Path,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    then: dict[str, Any] | None = None,
+    open_too: bool = True,
+) -> None:
+    """Refuse to continue a run under other settings, naming them."""
+    if changed := differing(before["settings"] if then is None else then, now, open_too):
+        raise OptionError(f"{place} was begun otherwise ({'; '.join(changed)}): resume it as it was, or start another")
+
+
+def _lora_block(model: "PreTrainedModel", settings: Settings, stage: Stage) -> dict[str, Any] | None:
+    if not stage.lora:
+        return None
+    return {"r": settings.lora_r, "alpha": settings.lora_alpha, "targets": lora_targets(model)}
+
+
+def _check_space(place: Path, model: "PreTrainedModel", settings: Settings) -> None:
+    """Checkpoints hold weights and two moments in float32; each stage keeps some, and one more while it is written."""
+    rope = rope_of_model(model)
+    kv = rope.kv_heads * rope.head_dim
+    lora = rope.layers * settings.lora_r * (2 * model.config.hidden_size + rope.heads * rope.head_dim + kv)
+    rotary = rope.layers * (rope.kv_heads * rope.pairs + 2 * rope.heads)
+    numbers = rotary + (lora if settings.stages[-1].lora else 0)
+    runfolder.check_space(place, numbers * 4 * 3 * (KEPT_CHECKPOINTS + 1) * len(settings.stages))
+
+
+def _say_corpus(report: Report, corpus: Corpus, settings: Settings) -> None:
+    few = f"; {corpus.left_out} shorter than the window left out" if corpus.left_out else ""
+    kind = "whole windows" if settings.window == settings.target else f"position-skip windows for {settings.target}"
+    report.say(
+        f"{corpus.documents} documents, {len(corpus.tokens):,} tokens{few}; {kind} of {settings.sample_tokens:,} tokens"
+    )
+
+
+def _say_stage(report: Report, stage: Stage, model: "PreTrainedModel", settings: Settings) -> None:
+    tensors = trainable(model)
+    listed = ", ".join(f"{kind} {n['numbers']:,} in {n['tensors']}" for kind, n in counts(tensors).items())
+    total = sum(t.parameter.numel() for t in tensors)
+    report.say(f"stage {stage.name} trains {total:,} numbers: {listed} tensors")
+    parts = estimate(model, tensors, settings)
+    listed = ", ".join(f"{name} {size(held)}" for name, held in parts.items() if name != "total")
+    report.say(f"stage {stage.name} needs about {size(parts['total'])} of memory: {listed}")
+
+
+def _summary(place: Path, run: dict[str, Any], finished: bool) -> dict[str, Any]:
+    """What the run came to, from its log."""
+    stages: dict[str, dict[str, Any]] = {}
+    for line in runfolder.read_log(place):
+        stage = stages.setdefault(line["stage"], {"steps": 0, "loss_first": line["loss"], "seconds": 0.0})
+        stage |= {
+            "steps": line["step"],
+            "loss_last": line["loss"],
+            "seconds": stage["seconds"] + line["seconds"],
+        }
+        stages[line["stage"]] = stage
+    return {
+        "out": str(place), "finished": finished, "settings": run["settings"], "data": run["data"], "stages": stages,
+    }  # fmt: skip

@@ -1,0 +1,60 @@
+"""Next-token loss without the window's logits: they exist for one chunk of tokens at a time, forward and backward.
+
+B batch, T tokens, H hidden size, V vocabulary.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IGNORED = -100
+_CHUNK_LOGITS = 2**24  # elements: 64 MiB in float32, long enough that the matmul does not notice
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens whose logits are held at once."""
+    return max(16, _CHUNK_LOGITS // vocabulary)
+
+
+def _summed(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    """NLL in nats, summed in float32 over hidden [n, H] with labels [n]."""
+    return F.cross_entropy(head(hidden).float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+def summed_nll(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Module, chunk: int) -> torch.Tensor:
+    """NLL in nats summed over every label but IGNORED; 0, with a gradient of 0, where there is none.
+
+    hidden [B, T, H] at each token predicts the label [B, T] of the next one.
+    """
+    states = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+    targets = labels[:, 1:].reshape(-1)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    for part, wanted in zip(states.split(chunk), targets.split(chunk), strict=True):
+        # preserve_rng_state: the head draws nothing, and reading the generator's state costs a sync on a GPU
+        total = total + checkpoint(_summed, part, wanted, head, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+def batch_loss(
+    model: "PreTrainedModel",
+    batch: dict[str, torch.Tensor],
+    items: torch.Tensor | int,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """Summed NLL of a batch over `items`, the labels of the whole optimiser step: micro-batches then add up to the
+    token-weighted mean. The batch holds input_ids, position_ids, attention_mask and labels, each [B, T]."""
+    head = model.get_output_embeddings()
+    states = model.get_decoder()(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        position_ids=batch["position_ids"],
+        use_cache=False,
+    ).last_hidden_state
+    total = summed_nll(states, batch["labels"], head, chunk or chunk_tokens(head.weight.shape[0]))
+    return total / torch.as_tensor(items, device=total.device).clamp(min=1)

@@ -1,0 +1,34 @@
+"""How much memory a stage will want, roughly, from shapes alone."""
+
+from typing import TYPE_CHECKING
+
+from ropex.train.loss import chunk_tokens
+from ropex.train.settings import Settings
+from ropex.train.trainable import Trained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def estimate(model: "PreTrainedModel", tensors: list[Trained], settings: Settings) -> dict[str, int]:
+    """Bytes by what holds them: parameters, gradients and optimiser, activations, logits, and their sum, `total`.
+
+    Activations count what the backward pass keeps of each layer: norms in float32, projections, the two inner states
+    of the MLP; with gradient checkpointing, each layer's input and one layer's rest. Attention is counted as linear in
+    the window, which flash and SDPA kernels are and eager is not.
+    """
+    config, trained = model.config, sum(t.parameter.numel() for t in tensors)
+    width = next(model.parameters()).element_size()
+    tokens = settings.batch_size * settings.sample_tokens
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    layer = tokens * (hidden * (4 * 4 + 4 * width) + head_dim * (heads + kv_heads) * 6 * width + inner * 5 * width)
+    kept = layers * tokens * hidden * width + layer if settings.grad_ckpt else layers * layer
+    parts = {
+        "parameters": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "optimiser": trained * 4 * 3,
+        "activations": kept,
+        "logits": min(chunk_tokens(config.vocab_size), tokens) * config.vocab_size * (width + 4 * 3),
+    }
+    return parts | {"total": sum(parts.values())}

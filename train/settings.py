@@ -1,0 +1,115 @@
+"""What the user asked of a run, resolved and checked before anything is loaded or written."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ropex.errors import OptionError
+from ropex.train.stages import Stage, stages_of
+
+SHORTEST_WINDOW = 16
+CHECKPOINT_FROM = 4096  # tokens a window; below, activations fit and recomputing them only costs time
+_SAVES_A_STAGE = 10
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. None stands for what the checkpoint or another setting decides, until `resolve`.
+
+    target, window: tokens; no window means the target. steps_*: optimiser steps of each stage. lr_freq: delta;
+    lr_scale: tau and gamma; lr_lora: LoRA matrices. save_steps: steps between checkpoints, a tenth of the longest
+    stage unless given. grad_ckpt: recompute activations in the backward pass.
+    """
+
+    target: int | None
+    strategy: str = "warmup-joint"
+    window: int | None = None
+    steps_warmup: int = 40
+    steps_joint: int = 60
+    batch_size: int = 1
+    accumulation: int = 1
+    lr_freq: float = 1e-3
+    lr_scale: float = 1e-2
+    lr_lora: float = 2e-4
+    lora_r: int = 16
+    lora_alpha: int = 16
+    init: str = "yarn"
+    ada_freq: bool = True
+    ada_scale: bool = True
+    share_heads: bool = False
+    dtype: str | None = None
+    seed: int = 0
+    save_steps: int | None = None
+    grad_ckpt: bool | None = None
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return stages_of(self.strategy)
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens a sample: the window, or the target where no window was given."""
+        return self.window or self.target or 0
+
+    def steps(self, stage: Stage) -> int:
+        return int(getattr(self, f"steps_{stage.name}"))
+
+    @property
+    def samples_a_step(self) -> int:
+        return self.batch_size * self.accumulation
+
+    def block(self) -> dict[str, Any]:
+        """What run.json keeps."""
+        return asdict(self)
+
+
+def check(settings: Settings) -> None:
+    """Every value that cannot be right is named in one OptionError."""
+    wrong = [
+        f"{name} is {getattr(settings, name)}, not a whole number of 1 or more"
+        for name in ("batch_size", "accumulation", "lora_r", *(f"steps_{s.name}" for s in settings.stages))
+        if getattr(settings, name) < 1
+    ]
+    for name in ("lr_freq", "lr_scale", "lr_lora", "lora_alpha"):
+        value = getattr(settings, name)
+        if not (math.isfinite(value) and value > 0):
+            wrong.append(f"{name} is {value}, not a number above 0")
+    if settings.save_steps is not None and settings.save_steps < 1:
+        wrong.append(f"save_steps is {settings.save_steps}: checkpoints come every 1 or more steps")
+    if settings.seed < 0:
+        wrong.append(f"seed is {settings.seed}: give 0 or more")
+    window = settings.window if settings.window is not None else settings.target
+    if window is not None and window < SHORTEST_WINDOW:
+        wrong.append(f"window is {window}: give at least {SHORTEST_WINDOW} tokens")
+    if settings.target is not None and window is not None and window > settings.target:
+        wrong.append(f"window {window} is above the target {settings.target}: leave it out or give a shorter one")
+    if not (settings.ada_freq or settings.ada_scale):
+        wrong.append("without AdaFreq and without AdaScale the warm-up has nothing to train: leave one switch out")
+    if wrong:
+        raise OptionError("; ".join(wrong))
+
+
+def resolve(settings: Settings, target: int, dtype: str) -> Settings:
+    """Fill in what was left open, once the checkpoint is known."""
+    longest = max(settings.steps(s) for s in settings.stages)
+    window = settings.window or target
+    settings = replace(
+        settings,
+        target=target,
+        window=window,
+        dtype=dtype,
+        save_steps=settings.save_steps or max(1, longest // _SAVES_A_STAGE),
+        grad_ckpt=window >= CHECKPOINT_FROM if settings.grad_ckpt is None else settings.grad_ckpt,
+    )
+    check(settings)
+    return settings
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any], open_too: bool = True) -> list[str]:
+    """Sentences on settings that two runs do not share. open_too: False passes over those left open now (None)."""
+    return [
+        f"{name} was {before.get(name)!r} and is {now[name]!r}"
+        for name in now
+        if before.get(name) != now[name] and (open_too or now[name] is not None)
+    ]

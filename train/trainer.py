@@ -1,0 +1,243 @@
+"""transformers' Trainer for one stage: our loss, our rates, our checkpoints, and nothing printed."""
+
+import contextlib
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ropex.errors import CheckpointError, OutputError, RopexError
+from ropex.loading import TRAINED
+from ropex.train import atomic
+from ropex.train.loss import batch_loss
+from ropex.train.settings import Settings
+from ropex.train.stages import Stage
+from ropex.train.trainable import restore, trainable, trained_state
+from ropex.train.windows import Windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KEPT_CHECKPOINTS = 2  # the newest, and one to fall back to should it be damaged
+WARMUP_SHARE = 0.05
+MAX_GRAD_NORM = 1.0
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate at a step, from 0: a short linear rise that starts above 0, then a half cosine
+    that would reach 0 one step after the last."""
+    rise = max(1, round(WARMUP_SHARE * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.5 * (1 + math.cos(math.pi * (step - rise + 1) / (steps - rise + 1)))
+
+
+def parameter_groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
+    """One group a learning rate. None decays: a rotary tensor pulled towards 0 is another table, and LoRA is small."""
+    rates = {
+        "delta": settings.lr_freq,
+        "tau": settings.lr_scale, "gamma": settings.lr_scale,
+        "lora_A": settings.lr_lora, "lora_B": settings.lr_lora,
+    }  # fmt: skip
+    names = {"delta": "freq", "tau": "scale", "gamma": "scale", "lora_A": "lora", "lora_B": "lora"}
+    groups: dict[str, dict[str, Any]] = {}
+    for tensor in trainable(model):
+        group = groups.setdefault(
+            names[tensor.kind],
+            {"name": names[tensor.kind], "params": [], "lr": rates[tensor.kind], "weight_decay": 0.0},
+        )
+        group["params"].append(tensor.parameter)
+    return list(groups.values())
+
+
+class StageTrainer(Trainer):
+    """One stage of a run, in its folder. `record` gets the log's line after every step."""
+
+    loss_is_scaled_for_ga = True  # the loss is divided by the labels of the whole optimiser step
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        stage: Stage,
+        settings: Settings,
+        windows: Windows,
+        folder: Path,
+        record: Callable[[dict[str, Any]], None],
+        stop: "Stop",
+    ) -> None:
+        self.stage, self.settings, self.windows, self.record = stage, settings, windows, record
+        self.trained, self.folder = model, folder
+        self._began, self._rates, self._destination = 0.0, {}, folder  # type: float, dict[str, float], Path
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=settings.steps(stage),
+            per_device_train_batch_size=settings.batch_size,
+            gradient_accumulation_steps=settings.accumulation,
+            max_grad_norm=MAX_GRAD_NORM,
+            save_strategy="steps",
+            save_steps=settings.save_steps or 1,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            train_sampling_strategy="sequential",  # the windows are in random order already
+            seed=settings.seed,
+            remove_unused_columns=False,
+            average_tokens_across_devices=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=True,
+            report_to="none",
+            log_level="error",
+        )
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # without this, two visible GPUs mean DataParallel
+        super().__init__(model, arguments, train_dataset=windows, callbacks=[_Watch(self, stop)])
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        if num_items_in_batch is None:
+            raise RuntimeError("the Trainer did not count the labels of the step")
+        loss = batch_loss(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise self._diverged("loss", float(loss))
+        return (loss, {}) if return_outputs else loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = super()._clip_grad_norm(model)
+        if not math.isfinite(norm):
+            raise self._diverged("gradient norm", float(norm))
+        return norm
+
+    def _diverged(self, what: str, value: float) -> RopexError:
+        saved = next((str(p) for _, p in atomic.checkpoints(self.folder)), None)
+        kept = f"the last checkpoint, {saved}, is kept" if saved else "there is no checkpoint yet"
+        return RopexError(
+            f"the {what} is {value} at step {self.state.global_step + 1} of stage {self.stage.name}: "
+            f"start again with lower learning rates (--lr-freq, --lr-scale, --lr-lora); {kept}"
+        )
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(parameter_groups(self.trained, self.settings))
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:
+            optimizer = optimizer or self.create_optimizer()
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: rate(step, num_training_steps)
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def begin_step(self) -> None:
+        """Note the time and the rates of the step that starts; both have changed by the time it is logged."""
+        self._began = time.perf_counter()
+        self._rates = {g["name"]: g["lr"] for g in self.create_optimizer().param_groups}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Hand one line a step to `record`; the Trainer would add it to every checkpoint and print it to stdout."""
+        if "loss" not in logs:
+            return
+        seconds, step = time.perf_counter() - self._began, self.state.global_step
+        a_step = self.settings.samples_a_step
+        first = self.windows.first + (step - 1) * a_step
+        self.record(
+            {
+                "stage": self.stage.name,
+                "step": step,
+                "loss": logs["loss"],
+                "tokens_per_second": a_step * self.windows.window / seconds,
+                "seconds": seconds,
+                "lr": self._rates,
+                "grad_norm": logs["grad_norm"],
+                "windows": [first, first + a_step - 1],
+            }
+        )
+
+    # --- checkpoints: everything into a folder aside, then one rename -----------------------------------------------
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return str(self._destination)
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        aside = self.folder / atomic.PARTIAL
+        name = f"{atomic.PREFIX}{self.state.global_step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        self._destination = aside
+        try:
+            with atomic.writing(aside / name):
+                super()._save_checkpoint(model, trial)
+                atomic.seal(aside / name)
+                atomic.publish(aside / name, self.folder / name)
+        except RuntimeError as error:  # what torch.save raises on a full disk
+            reason = str(error).splitlines()[0]
+            raise OutputError(f"{name} cannot be written ({reason}): free space and continue with --resume") from None
+        finally:
+            self._destination = self.folder
+            shutil.rmtree(aside, ignore_errors=True)
+        atomic.rotate(self.folder, KEPT_CHECKPOINTS)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        folder = Path(output_dir or self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic.write_tensors(folder / TRAINED, trained_state(self.trained))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = Path(resume_from_checkpoint) / TRAINED
+        try:
+            restore(self.trained, load_file(path), str(path))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}): delete its folder and resume again") from None
+
+
+class _Watch(TrainerCallback):
+    """Times the steps, and ends the stage after the step in which a signal came."""
+
+    def __init__(self, trainer: StageTrainer, stop: "Stop") -> None:
+        self.trainer, self.stop = trainer, stop
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop.asked:
+            control.should_save = control.should_training_stop = True
+
+
+class Stop:
+    """While entered, SIGTERM and the first Ctrl-C ask for a stop after the current step; a second Ctrl-C interrupts."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.asked, self._say, self._before = False, say, {}  # type: bool, Callable[[str], None], dict[int, Any]
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is threading.main_thread():  # Python takes handlers from no other
+            self._before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+        with contextlib.suppress(RuntimeError):  # the signal came in the middle of another write to stderr
+            self._say("stopping after this step; a checkpoint will be written")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
