@@ -29,6 +29,7 @@ _WORDS = (
 )
 KEYS = tuple(_WORDS.split())
 DIGITS = 4
+TOKENS_PER_DISTRACTOR = 32
 _GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill the unit interval evenly
 
 
@@ -79,16 +80,19 @@ def needle_sample(
     length: int,
     index: int,
     seed: int = 0,
-    distractors: int = 3,
+    distractors: int | None = None,
 ) -> Sample:
     """Text that holds one needle line among `distractors` others, and ends in the query for the needle.
 
+    By default there is one distractor for every 32 tokens, so that a longer window holds more to confuse.
     `prompt` and `answer` have exactly L = `length` tokens together. The same (seed, length, index) gives the
     same sample; successive indices move the needle over all depths, from the first line to the last.
     Raises OptionError where L leaves no room for text, DataError where the text is shorter than that.
     """
     rng = random.Random(f"needle {seed} {length} {index}")
     depth = (rng.random() / 40 + _GOLDEN * index + random.Random(f"depth {seed}").random()) % 1.0
+    if distractors is None:
+        distractors = min(length // TOKENS_PER_DISTRACTOR, len(KEYS) - 1)
     lines = _draw_lines(tokenizer, rng, distractors + 1)
     head, answer, _ = lines[0]
     bos = _bos(tokenizer)

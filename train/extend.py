@@ -81,7 +81,6 @@ def extend(
     Errors: OptionError, DataError, CheckpointError, OutputError before anything is written; RopexError when the loss
     stops being a number.
     """
-    dtype = None if dtype is None else str(as_dtype(dtype)).removeprefix("torch.")  # bf16 and bfloat16 are one setting
     asked = Settings(
         target=target, strategy=strategy, window=window, steps_warmup=steps_warmup, steps_joint=steps_joint,
         batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale, lr_lora=lr_lora,
