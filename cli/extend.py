@@ -76,8 +76,10 @@ def extend(
     )
     if as_json:
         print_json(result)
-        return
     if not result["finished"]:
         fail(f"stopped before the end: go on with the same command and --resume (so far: {out})")
         raise typer.Exit(1)
-    stdout().print(f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`")
+    if not as_json:
+        stdout().print(
+            f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`"
+        )

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FACTOR = 8
-DOCUMENTS, PAIRS = 240, (24, 56)  # training documents, and how many keys each states and asks for
+DOCUMENTS, PAIRS, ASKS = 240, (10, 24), 6  # training documents; keys each states, and how often each is asked for
 SAMPLES = 50  # needles a length
+TEXT_TOKENS = 16384  # of the unseen text, scored at every length
 
 
 def run_demo(
@@ -98,7 +99,7 @@ def write_documents(path: Path, tokenizer: "PreTrainedTokenizerBase", length: in
     rng = random.Random(f"demo {seed}")
     with path.open("w", encoding="utf-8") as file:
         for index in range(DOCUMENTS):
-            document = mixed_document(tokenizer, haystack, length, rng.randint(*PAIRS), f"{seed} {index}")
+            document = mixed_document(tokenizer, haystack, length, rng.randint(*PAIRS), f"{seed} {index}", ASKS)
             text = tokenizer.decode(document.ids, skip_special_tokens=True)
             file.write(json.dumps({"text": text}) + "\n")
 
@@ -111,10 +112,13 @@ def evaluate(checkpoint: str, target: int) -> dict[str, dict[str, float]]:
 
     lengths = [target // FACTOR * times for times in (1, 2, 4, 8)]
     dev = Path(str(files("ropex.demo"))) / "text" / "dev.txt"
-    report = evaluate_nll([checkpoint], [dev], lengths, dtype="float32")
+    nll = {}
+    for length in lengths:
+        report = evaluate_nll([checkpoint], [dev], [length], dtype="float32", windows=TEXT_TOKENS // length)
+        nll[str(length)] = report["results"][0]["mean"]
     model, tokenizer = load(checkpoint, dtype="float32"), load_tokenizer(checkpoint)
     return {
-        "nll": {str(row["length"]): row["mean"] for row in report["results"]},
+        "nll": nll,
         "needle": {
             str(length): needle_accuracy(model, tokenizer, _text("dev.txt"), length, SAMPLES) for length in lengths
         },

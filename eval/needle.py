@@ -104,12 +104,18 @@ def needle_sample(
 
 
 def mixed_document(
-    tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int, pairs: int, seed: int | str = 0
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Haystack,
+    length: int,
+    pairs: int,
+    seed: int | str = 0,
+    asks: int = 1,
 ) -> Document:
     """A training document of exactly L = `length` tokens: text with `pairs` keys stated and asked for in it.
 
-    The distance from a statement to its query is uniform over the document; a third of the keys are asked
-    for twice. `pairs` is at most len(KEYS). Raises as `needle_sample` does.
+    The distance from a statement to its first query is uniform over the document; a third of the keys are
+    asked for twice, or all of them `asks` times if that is more than 1. `pairs` is at most len(KEYS). Raises as
+    `needle_sample` does.
     """
     rng = random.Random(f"document {seed} {length}")
     if not 0 <= pairs <= len(KEYS):
@@ -119,8 +125,8 @@ def mixed_document(
         distance = rng.random()
         start = rng.random() * (1 - distance)
         events += [(start, pair, False), (start + distance, pair, True)]
-        if rng.random() < 1 / 3:
-            events.append((rng.uniform(start, 1), pair, True))
+        again = asks - 1 if asks > 1 else int(rng.random() < 1 / 3)
+        events += [(rng.uniform(start, 1), pair, True) for _ in range(again)]
     events.sort()
     lines = _draw_lines(tokenizer, rng, pairs)
     bos = _bos(tokenizer)

@@ -114,9 +114,7 @@ def token_nll(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     for start in range(0, rows.shape[0], step):
         part = rows[start : start + step]
         logits = F.linear(part.float(), weight, bias) if weight is not None else head(part).float()
-        losses.append(
-            F.cross_entropy(_scale_logits(logits, model), targets[start : start + step], reduction="none")
-        )
+        losses.append(F.cross_entropy(_scale_logits(logits, model), targets[start : start + step], reduction="none"))
     return torch.cat(losses).view(hidden.shape[:2]) if losses else rows.new_zeros(hidden.shape[:2]).float()
 
 

@@ -89,7 +89,7 @@ def split_method(argument: str) -> tuple[str, str | None, float | None]:
 
 
 def locate(path: str | Path) -> Path:
-    """The file or folder that a checkpoint argument means; `nano` ships with ropex (a folder of that name is ./nano)."""
+    """The file or folder that an argument means; `nano` ships with ropex (a folder of that name is ./nano)."""
     if path == NANO:
         return Path(str(files("ropex.demo"))) / NANO
     found = Path(path).expanduser()

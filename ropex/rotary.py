@@ -60,7 +60,7 @@ class AdaRotary(nn.Module):
         return self.theta0 * self.delta.exp()
 
     def scale(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """lambda [B, Hq or 1, T] of the queries at position_ids [B, T]; L is position + 1, or the whole row's length."""
+        """lambda [B, Hq or 1, T] of queries at position_ids [B, T]; L is position + 1, or the whole row's length."""
         ratio = (position_ids.float() + 1) / self.window
         if self.length == "sequence":
             ratio = ratio.amax(-1, keepdim=True).expand_as(ratio)

@@ -118,9 +118,7 @@ def evaluate_ruler(
 
 
 def _answer(model: PreTrainedModel, prompter: Prompter, task: Task, sample: Sample) -> dict[str, Any]:
-    answer = greedy_answer(
-        model, prompter.tokenizer, sample.input_ids, sample.references, task.tokens_to_generate
-    )
+    answer = greedy_answer(model, prompter.tokenizer, sample.input_ids, sample.references, task.tokens_to_generate)
     return {
         "prompt_tokens": len(sample.input_ids),
         "prompt_sha256": hashlib.sha256(sample.text.encode()).hexdigest(),

@@ -38,9 +38,7 @@ class AnswerLog:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise OutputError(
-                f"{self.path} cannot be written ({error.strerror}): name another file"
-            ) from error
+            raise OutputError(f"{self.path} cannot be written ({error.strerror}): name another file") from error
 
     def _load(self, path: Path) -> None:
         try:

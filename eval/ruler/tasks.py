@@ -176,9 +176,7 @@ def cwe_words() -> tuple[str, ...]:
     return tuple(sorted({word for words in load_words().values() for word in words}))
 
 
-def _cwe_entries(
-    rng: random.Random, words: list[str], often: int, seldom: int, wording: Wording
-) -> list[str]:
+def _cwe_entries(rng: random.Random, words: list[str], often: int, seldom: int, wording: Wording) -> list[str]:
     """The list's pieces: number and word of each entry apart, as numbers recur in all samples."""
     drawn = words[:_COMMON_WORDS] * often + words[_COMMON_WORDS:] * seldom
     rng.shuffle(drawn)

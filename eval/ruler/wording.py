@@ -48,8 +48,7 @@ def load_wording() -> Wording:
         return _read(Path(spec.submodule_search_locations[0]) / "tasks" / "ruler", version)
     except (OSError, SyntaxError, LookupError, ValueError, TypeError, StopIteration) as error:
         raise UnsupportedError(
-            f"lm-eval {version} words its RULER tasks in a place that ropex does not know: "
-            "pip install lm-eval==0.4.13"
+            f"lm-eval {version} words its RULER tasks in a place that ropex does not know: pip install lm-eval==0.4.13"
         ) from error
 
 

@@ -121,9 +121,7 @@ def test_losses_that_depend_on_position_end_in_their_bucket(
     checkpoint: str, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With loss = position, every bucket mean and the overall mean are known."""
-    monkeypatch.setattr(
-        nll, "token_nll", lambda model, ids: torch.arange(1.0, ids.shape[1]).expand(ids.shape[0], -1)
-    )
+    monkeypatch.setattr(nll, "token_nll", lambda model, ids: torch.arange(1.0, ids.shape[1]).expand(ids.shape[0], -1))
     monkeypatch.setattr(nll, "_check_head", lambda *args: None)
     (row,) = evaluate_nll([checkpoint], [texts], [64], bucket_width=16)["results"]
     assert [(b["start"], b["end"]) for b in row["buckets"]] == [(0, 16), (16, 32), (32, 48), (48, 64)]

@@ -55,9 +55,7 @@ def test_rows_come_in_the_order_asked_with_scores_in_percent(
     json.dumps(table, allow_nan=False)
 
 
-def test_every_checkpoint_reads_the_same_prompts(
-    checkpoint: str, other: str, reader: list[list[int]]
-) -> None:
+def test_every_checkpoint_reads_the_same_prompts(checkpoint: str, other: str, reader: list[list[int]]) -> None:
     evaluate_ruler([checkpoint, other], ["vt", "fwe"], [1024], samples=3)
     assert reader[:6] == reader[6:]
     assert len({tuple(ids) for ids in reader}) == 6
@@ -165,9 +163,7 @@ def test_answers_are_greedy_and_prompt_logits_are_computed_at_one_position(
     ids = torch.randint(2, 1500, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = by_hand(model, ids, 12)
     odd = copy.deepcopy(model)
-    odd.generation_config = GenerationConfig(
-        do_sample=True, temperature=3.0, repetition_penalty=9.0, eos_token_id=1
-    )
+    odd.generation_config = GenerationConfig(do_sample=True, temperature=3.0, repetition_penalty=9.0, eos_token_id=1)
     widths: list[int] = []
 
     def watch(module: object, args: tuple[Tensor], output: Tensor) -> None:
@@ -211,9 +207,7 @@ def test_memory_that_runs_out_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_an_answer_with_a_converted_rotary_is_greedy_too(
-    checkpoint: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_answer_with_a_converted_rotary_is_greedy_too(checkpoint: str, tokenizer: PreTrainedTokenizerFast) -> None:
     converted = load_model(f"{checkpoint}@yarn:2")
     ids = torch.randint(2, 1500, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = tokenizer.decode(by_hand(converted, ids, 8))

@@ -31,9 +31,7 @@ TOKENIZERS = [
 ]
 
 
-def sample(
-    task: str, length: int, tokenizer: PreTrainedTokenizerFast, index: int = 0, seed: int = 0
-) -> Sample:
+def sample(task: str, length: int, tokenizer: PreTrainedTokenizerFast, index: int = 0, seed: int = 0) -> Sample:
     return make_sample(TASKS[task], length, Prompter(tokenizer), seed, index)
 
 
@@ -114,9 +112,7 @@ def test_pieces_are_measured_once_and_the_prompt_twice_at_most(
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1, 60, 100, 249])
-def test_lengths_too_short_are_refused_at_once(
-    task: str, length: int, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_lengths_too_short_are_refused_at_once(task: str, length: int, tokenizer: PreTrainedTokenizerFast) -> None:
     prompter = Prompter(tokenizer)
     start = time.perf_counter()
     for refused in (require_room, lambda *args: make_sample(*args, 0)):
@@ -127,9 +123,7 @@ def test_lengths_too_short_are_refused_at_once(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_shortest_length_that_is_not_refused_gives_a_sample(
-    task: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_shortest_length_that_is_not_refused_gives_a_sample(task: str, tokenizer: PreTrainedTokenizerFast) -> None:
     prompter = Prompter(tokenizer)
     for length in range(250, 2000, 50):
         try:
@@ -153,9 +147,7 @@ def test_tokens_to_generate_are_rulers() -> None:
 
 
 @pytest.mark.parametrize("length", [512, 1024, 5000])
-def test_niah_has_one_needle_in_noise_and_asks_for_its_key(
-    length: int, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_niah_has_one_needle_in_noise_and_asks_for_its_key(length: int, tokenizer: PreTrainedTokenizerFast) -> None:
     for index in range(4):
         got = sample("niah_single_1", length, tokenizer, index)
         ((key, value),) = re.findall(r"special magic numbers for (\S+) is: (\d{7})\.", got.text)
@@ -164,9 +156,7 @@ def test_niah_has_one_needle_in_noise_and_asks_for_its_key(
         assert got.text.endswith(f"The special magic number for {key} mentioned in the provided text is")
         assert f"What is the special magic number for {key} mentioned" in got.text
         adjective, noun = next(
-            (key[:i], key[i + 1 :])
-            for i, c in enumerate(key)
-            if c == "-" and key[:i] in load_words()["adjective"]
+            (key[:i], key[i + 1 :]) for i, c in enumerate(key) if c == "-" and key[:i] in load_words()["adjective"]
         )
         assert noun in load_words()["noun"]
         assert adjective
