@@ -150,3 +150,11 @@ def test_accuracy_is_that_of_greedy_decoding(
         )
         right += out[0, len(sample.prompt) :].tolist() == sample.answer
     assert needle_accuracy(model, nano, TEXT, length, samples=12, seed=5) == right / 12
+
+
+@pytest.mark.parametrize("asks", [2, 6])
+def test_every_key_is_asked_for_as_often_as_wanted(
+    nano: PreTrainedTokenizerFast, haystack: Haystack, asks: int
+) -> None:
+    document = mixed_document(nano, haystack, 2048, 10, asks=asks)
+    assert len(document.stated) == 10 * DIGITS and len(document.asked) == 10 * asks * DIGITS
