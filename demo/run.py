@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FACTOR = 8
-DOCUMENTS, PAIRS, ASKS = 240, (10, 24), 6  # training documents; keys each states, and how often each is asked for
+DOCUMENTS, PAIRS, ASKS = 120, (8, 16), 8  # training documents; keys each states, and how often each is asked for
 SAMPLES = 50  # needles a length
 TEXT_TOKENS = 16384  # of the unseen text, scored at every length
 
@@ -79,12 +79,12 @@ def _demo(out: Path, seed: int, say: Callable[[str, int, int], None]) -> dict[st
 
 
 RECIPE: dict[str, Any] = {
-    "steps_warmup": 60,
-    "steps_joint": 160,
+    "steps_warmup": 20,
+    "steps_joint": 70,
     "batch_size": 2,
-    "lr_freq": 3e-3,
-    "lr_scale": 1e-2,
-    "lr_lora": 3e-3,
+    "lr_freq": 1e-3,
+    "lr_scale": 2e-2,
+    "lr_lora": 1e-3,
     "grad_ckpt": False,
 }
 

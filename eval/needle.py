@@ -30,6 +30,7 @@ _WORDS = (
 KEYS = tuple(_WORDS.split())
 DIGITS = 4
 TOKENS_PER_DISTRACTOR = 32
+_NEAREST = 1 / 64  # of the rest of a document: the shortest distance that further queries are drawn from
 _GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill the unit interval evenly
 
 
@@ -114,8 +115,8 @@ def mixed_document(
     """A training document of exactly L = `length` tokens: text with `pairs` keys stated and asked for in it.
 
     The distance from a statement to its first query is uniform over the document; a third of the keys are
-    asked for twice, or all of them `asks` times if that is more than 1. `pairs` is at most len(KEYS). Raises as
-    `needle_sample` does.
+    asked for twice, or all of them `asks` times if that is more than 1, at distances of every scale. `pairs` is at
+    most len(KEYS). Raises as `needle_sample` does.
     """
     rng = random.Random(f"document {seed} {length}")
     if not 0 <= pairs <= len(KEYS):
@@ -125,8 +126,10 @@ def mixed_document(
         distance = rng.random()
         start = rng.random() * (1 - distance)
         events += [(start, pair, False), (start + distance, pair, True)]
-        again = asks - 1 if asks > 1 else int(rng.random() < 1 / 3)
-        events += [(rng.uniform(start, 1), pair, True) for _ in range(again)]
+        if asks > 1:  # near and far alike, or a model takes what it meets early for something new
+            events += [(start + (1 - start) * _NEAREST ** rng.random(), pair, True) for _ in range(asks - 1)]
+        elif rng.random() < 1 / 3:
+            events.append((rng.uniform(start, 1), pair, True))
     events.sort()
     lines = _draw_lines(tokenizer, rng, pairs)
     bos = _bos(tokenizer)
