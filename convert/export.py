@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ropex.checkpoint import RUN, is_run, locate
+from ropex.checkpoint import RUN, is_run, locate, run_source
 from ropex.config import ADAROPE, Rope, read_json, rope_of, write_rope
 from ropex.convert.modeling import adarope_config, write_modeling
 from ropex.convert.output import PROVENANCE, check_output, provenance, whole_folder, write_json
@@ -24,13 +24,13 @@ Tensors = dict[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Trained:
-    """What is exported: a source, the spec, the rotary tensors of every layer, and LoRA as {module: (A, B)}."""
+    """What is exported: a source, the spec, the rotary tensors of every layer, and LoRA as {module: [(A, B, scale)]}:
+    one entry a run, where a run was trained on another."""
 
     source: Source
     spec: RotarySpec | None
     rotary: Tensors
-    lora: dict[str, tuple["torch.Tensor", "torch.Tensor"]]
-    lora_scale: float
+    lora: dict[str, list[tuple["torch.Tensor", "torch.Tensor", float]]]
 
 
 def export(
@@ -100,17 +100,20 @@ def open_trained(path: str | Path) -> Trained:
     found = locate(path)
     if not is_run(found):
         source = open_source(found)
-        return Trained(source, spec_of(source.config), source.rotary(), {}, 1.0)
+        return Trained(source, spec_of(source.config), source.rotary(), {})
     run = read_json(found / RUN)
     if not (found / TRAINED).exists():
         raise CheckpointError(f"{path} is a run that has not finished: continue it with `ropex extend --resume`")
     rotary, lora = split_trained(load_file(found / TRAINED))
-    source, spec = open_source(run["source"]), RotarySpec(**run["spec"])
-    layers = rope_of(source.config).layers
+    parent, spec = open_trained(run_source(found)), RotarySpec(**run["spec"])
+    layers = rope_of(parent.source.config).layers
     if len(rotary) != 4 * layers:
         raise CheckpointError(f"{path} holds {len(rotary)} rotary tensors where {4 * layers} belong: it is incomplete")
     scale = run["lora"]["alpha"] / run["lora"]["r"] if run.get("lora") else 1.0
-    return Trained(source, spec, rotary, lora_pairs(lora), scale)
+    merged = {module: list(pairs) for module, pairs in parent.lora.items()}
+    for module, (a, b) in lora_pairs(lora).items():
+        merged.setdefault(module, []).append((a, b, scale))
+    return Trained(parent.source, spec, rotary, merged)
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,11 @@ def _stock_plan(trained: Trained, spec: RotarySpec, rope: Rope, bake_length: int
             query_scale = dict.fromkeys(range(rope.layers), value)
             notes.append(f"q is scaled by {value:.6g}, the scale at {bake_length} tokens, at every length")
         else:
-            notes.append("the length-dependent scale was dropped")
+            attention_factor = first.tau[0].item() ** -0.5
+            notes.append("the part of the scale that grows with the length was dropped")
     entry = method(spec.table_method)
     same = bool((trained.rotary[f"{prefix}.delta"] == 0).all())
-    if same and entry.stock is not None and (grows or attention_factor == spec.table(rope).attention_factor):
+    if same and entry.stock is not None and attention_factor == spec.table(rope).attention_factor:
         block = entry.stock(rope, spec.params)
     else:
         block = longrope_block(theta, rope, spec, attention_factor)
@@ -227,8 +231,8 @@ def _merged_tensors(
         module, _, kind = name.rpartition(".")
         out = tensor
         if module in trained.lora and kind == "weight":
-            a, b = trained.lora[module]
-            out = merged(tensor, a, b, trained.lora_scale)
+            for a, b, scale in trained.lora[module]:
+                out = merged(out, a, b, scale)
             written["merged"] += 1
         if query_scale and module.endswith(f".self_attn.{family.q_proj}"):
             out = out.float() * query_scale[int(module.split(".layers.")[1].split(".")[0])]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ropex.checkpoint import RUN, Checkpoint, is_gguf, is_run, locate, open_checkpoint
+from ropex.checkpoint import RUN, Checkpoint, is_gguf, is_run, locate, open_checkpoint, run_source
 from ropex.config import ADAROPE, Rope, read_json, rope_of
 from ropex.convert.source import is_rotary
 from ropex.errors import UnsupportedError
@@ -21,7 +21,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     found = locate(path)
     if is_run(found):
         run = read_json(found / RUN)
-        facts = inspect(run["source"])
+        facts = inspect(run_source(found))
         return facts | {
             "method": run["spec"]["method"],
             "spec": run["spec"],

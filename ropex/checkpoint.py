@@ -107,6 +107,16 @@ def is_run(path: Path) -> bool:
     return (path / RUN).is_file()
 
 
+def run_source(run: Path) -> Path:
+    """The checkpoint that a run was trained on, and that its tensors belong to."""
+    source = read_json(run / RUN)["source"]
+    if source != NANO and not Path(source).exists():
+        raise CheckpointError(
+            f'{run} was trained on {source}, which is gone: put it back, or correct "source" in {run / RUN}'
+        )
+    return locate(source)
+
+
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Read the headers of a folder and check them: every shard there and whole, every indexed tensor in its shard."""
     folder = locate(path)

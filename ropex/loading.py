@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ropex.checkpoint import RUN, Checkpoint, is_gguf, is_run, locate, open_checkpoint, split_method
+from ropex.checkpoint import RUN, Checkpoint, is_gguf, is_run, locate, open_checkpoint, run_source, split_method
 from ropex.config import ADAROPE, read_json, rope_of
 from ropex.errors import CheckpointError, OptionError, UnsupportedError
 from ropex.lora import merge_into
@@ -84,7 +84,7 @@ def backbone_config(config: dict[str, Any]) -> "PreTrainedConfig":
 def _source(path: Path) -> Path:
     """The checkpoint behind a run, or the path itself."""
     while is_run(path):
-        path = locate(read_json(path / RUN)["source"])
+        path = run_source(path)
     return path
 
 
@@ -157,7 +157,7 @@ def _load_run(path: Path, dtype: torch.dtype | None, attn: str | None) -> "PreTr
     run = read_json(path / RUN)
     if not (path / TRAINED).exists():
         raise CheckpointError(f"{path} is a run that has not finished: continue it with `ropex extend --resume`")
-    model = _load(locate(run["source"]), dtype, attn)
+    model = _load(run_source(path), dtype, attn)
     try:
         tensors = load_file(path / TRAINED)
     except SafetensorError as error:

@@ -113,6 +113,8 @@ def make_spec(
     if factor is None:
         factor = target / window if target is not None else 1.0
     start = (init or "rope") if name == ADAROPE else name
+    if name == ADAROPE and start == "rope":
+        _require_one_table(rope)
     resolved = resolve_params(start, rope, factor, params or {})
     spec = RotarySpec(
         name,
@@ -129,6 +131,18 @@ def make_spec(
     if start in ("pi", "ntk", "yarn", "llama3") and factor == 1:
         raise OptionError(f"'{start}' stretches by a factor: give --factor (such as 2) or --target (such as 16k)")
     return spec
+
+
+def _require_one_table(rope: Rope) -> None:
+    """A head has one table at every length; a parent that switches tables with the length cannot be its start."""
+    switches = rope.rope_type == "dynamic" or (
+        rope.rope_type == "longrope" and rope.scaling.get("short_factor") != rope.scaling.get("long_factor")
+    )
+    if switches:
+        raise OptionError(
+            f"the checkpoint's '{rope.rope_type}' changes its table with the length, and a head has one table: "
+            "start from a checkpoint whose table stays"
+        )
 
 
 def spec_of(config: dict[str, Any]) -> RotarySpec | None:

@@ -208,3 +208,53 @@ def test_a_cast_that_overflows_is_refused(tmp_path, model):
     with pytest.raises(OptionError, match="up_proj.*float16"):
         export(tmp_path / "big", tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
+
+
+def test_dropping_the_scale_keeps_its_constant_part(run, tmp_path, tokens):
+    path, live = run(share_heads=True, init="yarn", factor=4.0)
+    export(path, tmp_path / "out", scale=False)
+    with torch.no_grad():
+        rotaries(live)[0].gamma.zero_()
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert (stock(tokens).logits - live(tokens).logits).abs().max() <= LOGITS
+
+
+def test_a_yarn_factor_is_not_counted_twice_when_the_scale_is_folded_in(run, tmp_path, tokens):
+    path, live = run(share_heads=True, init="yarn", factor=4.0, ada_freq=False)
+    from safetensors.torch import load_file
+
+    tensors = load_file(path / "trained.safetensors")
+    tensors |= {n: torch.zeros_like(t) for n, t in tensors.items() if n.endswith("delta")}
+    save_file(tensors, path / "trained.safetensors")
+    export(path, tmp_path / "out", bake_length=300)
+    with torch.no_grad():
+        first = rotaries(live)[0]
+        first.delta.zero_()
+        constant = float(first.scale(torch.tensor([[299]])))
+        first.gamma.zero_()
+        first.tau.fill_(1 / constant)
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        assert (stock(tokens).logits - live(tokens).logits).abs().max() <= LOGITS
+
+
+def test_a_run_trained_on_a_run_exports_with_both_merged(run, tmp_path, tokens):
+    first, _ = run(init="yarn", factor=4.0)
+    second = tmp_path / "second"
+    second.mkdir()
+    for name in ("run.json", "trained.safetensors"):
+        (second / name).write_bytes((first / name).read_bytes())
+    block = json.loads((second / "run.json").read_text()) | {"source": str(first)}
+    (second / "run.json").write_text(json.dumps(block))
+    export(second, tmp_path / "out")
+    with torch.no_grad():
+        expected = ropex.load(second)(tokens).logits
+        assert (expected - ropex.load(first)(tokens).logits).abs().max() > 0.1
+        assert (ropex.load(tmp_path / "out")(tokens).logits - expected).abs().max() <= LOGITS
+
+
+def test_a_run_whose_source_is_gone_says_so(run, tmp_path, folder):
+    path, _ = run()
+    folder.rename(tmp_path / "moved")
+    for use in (lambda: export(path, tmp_path / "out"), lambda: ropex.load(path)):
+        with pytest.raises(CheckpointError, match="trained on .*, which is gone"):
+            use()
