@@ -112,6 +112,11 @@ def _notes(spec: RotarySpec) -> list[str]:
     notes = []
     if method(spec.table_method).heals:
         notes.append(f"'{spec.table_method}' breaks a pretrained model until it is trained; evaluate before you use it")
+    elif spec.target > spec.window and spec.identity:
+        notes.append(
+            f"the config claims {spec.target} tokens, but the table is the parent's own: past {spec.window} it "
+            "fails until it is trained; --init yarn stretches it"
+        )
     elif spec.target > spec.window:
         notes.append(f"the config now claims {spec.target} tokens; the weights were trained for {spec.window}")
     return notes

@@ -56,6 +56,7 @@ def whole_folder(out: Path, sources: list[Path], overwrite: bool, need: int) -> 
         staging.mkdir()
         yield staging
         for path in staging.rglob("*"):
+            path.chmod(0o644)  # safetensors writes files that only their owner may read
             sync(path)
         sync(staging)
         old = target.parent / f".{target.name}.replaced"

@@ -7,10 +7,10 @@ from pathlib import Path
 from shutil import copyfile
 from typing import TYPE_CHECKING, Any
 
-from ropex.checkpoint import Checkpoint, carried_files, is_gguf, locate, open_checkpoint
+from ropex.checkpoint import Checkpoint, carried_files, is_gguf, is_run, locate, open_checkpoint
 from ropex.config import ADAROPE, Rope
 from ropex.convert.output import PROVENANCE, write_json
-from ropex.errors import CheckpointError, OptionError
+from ropex.errors import CheckpointError, OptionError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,10 @@ def is_rotary(name: str) -> bool:
 def open_source(path: str | Path) -> Source:
     """A folder (its headers checked) or a GGUF file (dequantised to float32)."""
     found = locate(path)
+    if is_run(found):
+        raise UnsupportedError(
+            f"{path} is a run, and a conversion starts from a checkpoint: write it with `ropex export`"
+        )
     return _gguf(found) if is_gguf(found) else _folder(open_checkpoint(found))
 
 
@@ -66,7 +70,7 @@ def _folder(checkpoint: Checkpoint) -> Source:
 
     def carry(folder: Path) -> None:
         for file in carried_files(checkpoint.path):
-            if file.name not in (PROVENANCE, MODELING):
+            if file.name not in (PROVENANCE, MODELING, "README.md"):  # a model card speaks of the parent
                 copyfile(file, folder / file.name)
 
     return Source(

@@ -62,7 +62,13 @@ def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
             f"{type(model).__name__} has {len(made)} {rope.family.attention} layers where its config says {rope.layers}"
         )
     model.ropex_spec = spec  # type: ignore[assignment]
+    model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
     return model
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    """A stock loader would read such a folder as the plain parent and drop the rotary tensors."""
+    raise UnsupportedError("a converted model is not saved by save_pretrained: use `ropex convert` or `ropex export`")
 
 
 def rotaries(model: torch.nn.Module) -> list[AdaRotary]:

@@ -129,7 +129,9 @@ def make_spec(
         length,
     )
     if start in ("pi", "ntk", "yarn", "llama3") and factor == 1:
-        raise OptionError(f"'{start}' stretches by a factor: give --factor (such as 2) or --target (such as 16k)")
+        raise OptionError(
+            f"'{start}' stretches by a factor: give a factor (--factor 2, or PATH@{start}:2) or --target (such as 16k)"
+        )
     return spec
 
 

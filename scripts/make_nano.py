@@ -160,7 +160,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path,
     half.load_state_dict(model.state_dict())
     half.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
-    (beside / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    print(json.dumps(facts), flush=True)
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(beside.iterdir()):
         file.chmod(0o644)

@@ -104,10 +104,13 @@ def test_a_method_is_not_stacked_on_a_scaling_that_the_weights_were_trained_with
 
 def test_other_files_come_along_and_provenance_is_written(folder, tmp_path):
     (folder / "LICENSE").write_text("free")
+    (folder / "README.md").write_text("a window of 128")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     convert(folder, tmp_path / "out", "adarope")
     assert (tmp_path / "out" / "LICENSE").read_bytes() == (folder / "LICENSE").read_bytes()
     assert (tmp_path / "out" / "chat_template.jinja").exists()
+    assert not (tmp_path / "out" / "README.md").exists()
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()} == {0o644}
     made = json.loads((tmp_path / "out" / "ropex.json").read_text())
     assert made["command"] == "convert" and made["spec"]["method"] == "adarope" and made["versions"]["torch"]
 

@@ -233,3 +233,11 @@ def test_flash_attention_is_not_told_of_jumps_that_only_move_forward(model, toke
     seen.clear()
     model(tokens[:1], position_ids=packed)
     assert all(torch.equal(p, packed) for p in seen)
+
+
+def test_a_converted_model_is_not_saved_as_its_plain_parent(model, tmp_path):
+    """RX-03: transformers would write what its own loader reads as the parent."""
+    convert(model)
+    with pytest.raises(UnsupportedError, match="ropex export"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
