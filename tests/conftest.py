@@ -2,6 +2,7 @@
 a head_dim that is not hidden/heads; a theta that is no library's default."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ WINDOW = 128
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def neutral_folder(tmp_path_factory):
+    """Python started at the repository's root would take its folder `ropex` for the installed package."""
+    os.chdir(tmp_path_factory.mktemp("cwd"))
 
 
 def tiny_config(**changes) -> LlamaConfig:
