@@ -1,7 +1,8 @@
 """Key-value retrieval inside text: one format for training documents and for the needle test.
 
-A line `[[wolf=4821]]` states the value of a key. The same line later asks for it: whoever has read the first
-can say the digits of the second. Text, statements and queries meet at line ends only.
+A line `[[wolf=4821]]` states the value of a key, and a later line `((wolf=4821))` asks for it: whoever has read
+the first can say the digits of the second. The brackets tell which digits can be known, so that nobody learns to
+recall what was never said. Text, statements and queries meet at line ends only.
 
 Symbols: L tokens in a window or document, S samples. All lengths are in tokens and count the BOS.
 """
@@ -60,9 +61,14 @@ class Document:
     asked: list[int]
 
 
-def key_value_line(key: str, value: str) -> str:
-    """The line that states a value, and that asks for it once it has been stated."""
+def statement(key: str, value: str) -> str:
+    """The line that states a value."""
     return f"[[{key}={value}]]\n"
+
+
+def query(key: str, value: str) -> str:
+    """The line that asks for a value that was stated, and answers."""
+    return f"(({key}={value}))\n"
 
 
 def encode_lines(tokenizer: PreTrainedTokenizerBase, text: str) -> Haystack:
@@ -94,12 +100,12 @@ def needle_sample(
     depth = (rng.random() / 40 + _GOLDEN * index + random.Random(f"depth {seed}").random()) % 1.0
     if distractors is None:
         distractors = min(length // TOKENS_PER_DISTRACTOR, len(KEYS) - 1)
-    lines = _draw_lines(tokenizer, rng, distractors + 1)
-    head, answer, _ = lines[0]
+    stated, asked = _draw_lines(tokenizer, rng, distractors + 1)
+    head, answer, _ = asked[0]
     bos = _bos(tokenizer)
-    room = length - len(bos) - sum(len(part) for line in lines for part in line) - len(head) - len(answer)
+    room = length - len(bos) - sum(len(part) for line in stated for part in line) - len(head) - len(answer)
     depths = [depth] + [rng.random() for _ in range(distractors)]
-    inserts = sorted((at, sum(line, [])) for at, line in zip(depths, lines, strict=True))
+    inserts = sorted((at, sum(line, [])) for at, line in zip(depths, stated, strict=True))
     body, _ = _weave(_cut(haystack, room, rng), inserts)
     return Sample([*bos, *body, *head], answer, depth)
 
@@ -133,14 +139,13 @@ def mixed_document(
     events.sort()
     lines = _draw_lines(tokenizer, rng, pairs)
     bos = _bos(tokenizer)
-    room = length - len(bos) - sum(len(part) for _, pair, _ in events for part in lines[pair])
-    inserts = [(at, sum(lines[pair], [])) for at, pair, _ in events]
-    body, places = _weave(_cut(haystack, room, rng), inserts)
+    inserts = [(at, lines[asked][pair]) for at, pair, asked in events]
+    room = length - len(bos) - sum(len(part) for _, line in inserts for part in line)
+    body, places = _weave(_cut(haystack, room, rng), [(at, sum(line, [])) for at, line in inserts])
     document = Document([*bos, *body], [], [])
-    for place, (_, pair, asked) in zip(places, events, strict=True):
-        first = len(bos) + place + len(lines[pair][0])
-        digits = range(first, first + len(lines[pair][1]))
-        (document.asked if asked else document.stated).extend(digits)
+    for place, (_, (head, value, _)), (_, _, asked) in zip(places, inserts, events, strict=True):
+        first = len(bos) + place + len(head)
+        (document.asked if asked else document.stated).extend(range(first, first + len(value)))
     return document
 
 
@@ -173,17 +178,22 @@ def needle_accuracy(
     return right / samples
 
 
+_Line = tuple[list[int], list[int], list[int]]  # the ids up to the value, of its digits, and after them
+
+
 def _draw_lines(
     tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int
-) -> list[tuple[list[int], list[int], list[int]]]:
-    """Lines with different keys and different values, each as the ids of `[[key=`, of the digits, of `]]`."""
+) -> tuple[list[_Line], list[_Line]]:
+    """`count` keys that differ, with values that differ: the lines that state them, and those that ask for them."""
     parts = []
     for key, value in zip(rng.sample(KEYS, count), rng.sample(range(10**DIGITS), count), strict=True):
         digits = f"{value:0{DIGITS}d}"
-        head, tail = key_value_line(key, digits).split(digits)
-        parts += [head, digits, tail]
+        for line in (statement(key, digits), query(key, digits)):
+            head, tail = line.split(digits)
+            parts += [head, digits, tail]
     ids = tokenizer(parts, add_special_tokens=False)["input_ids"] if parts else []
-    return list(zip(ids[0::3], ids[1::3], ids[2::3], strict=True))
+    lines = list(zip(ids[0::3], ids[1::3], ids[2::3], strict=True))
+    return lines[0::2], lines[1::2]
 
 
 def _cut(haystack: Haystack, room: int, rng: random.Random) -> Haystack:

@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ropex.eval.needle import DIGITS, KEYS, Haystack, encode_lines, key_value_line, mixed_document
+from ropex.eval.needle import DIGITS, KEYS, Haystack, encode_lines, mixed_document, query, statement
 
 WINDOW = 256
 PIECE = r"\n|\d|\p{L}+=| ?\p{L}+| ?[^\s\p{L}\d]+|\s"  # what the merges of the tokenizer never cross
@@ -35,13 +35,18 @@ STAGES = (
 PEAK_RATE, FINAL_RATE, WARMUP = 2.5e-3, 1e-4, 100
 PLAIN_SHARE = 0.15  # of the windows hold no keys; the others, 2 to 10 (less in shorter windows)
 TOKENS_PER_PAIR = 24
-ASKED_WEIGHT = 3.0  # loss weight of digits that can be recalled; digits seen for the first time weigh 0
+ASKED_WEIGHT, STATED_WEIGHT = 3.0, 0.25  # loss weights of digits that can be recalled, and of those that are new
 
 
 def make_tokenizer(texts: list[str], seed: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE of 1024 tokens. Digits and line ends stand alone; a key with its `=` is one token."""
     rng = random.Random(f"tokenizer {seed}")
-    lines = [key_value_line(key, f"{rng.randrange(10**DIGITS):0{DIGITS}d}") for key in KEYS for _ in range(1000)]
+    lines = [
+        line(key, f"{rng.randrange(10**DIGITS):0{DIGITS}d}")
+        for key in KEYS
+        for line in (statement, query)
+        for _ in range(500)
+    ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -136,7 +141,7 @@ def make_batch(
         document = mixed_document(tokenizer, haystack, length, pairs, f"{seed} {step} {row}")
         weight = [1.0] * length
         for at in document.stated:
-            weight[at] = 0.0
+            weight[at] = STATED_WEIGHT
         for at in document.asked:
             weight[at] = ASKED_WEIGHT
         ids.append(document.ids)

@@ -42,10 +42,10 @@ def test_a_sample_fills_its_length_and_holds_its_answer_once(
     assert sample.prompt[0] == nano.bos_token_id
     prompt, answer = nano.decode(sample.prompt[1:]), nano.decode(sample.answer)
     *_, query = prompt.split("\n")
-    assert query.startswith("[[") and query.endswith("=")
+    assert query.startswith("((") and query.endswith("=")
     assert prompt.count(answer) == 1
-    assert prompt.count(query) == 2
-    assert f"\n{query}{answer}]]\n" in f"\n{prompt}"
+    assert prompt.count(query) == 1
+    assert f"\n[[{query[2:]}{answer}]]\n" in f"\n{prompt}"
     assert prompt.count("=") == 2 + length // 32  # the needle, the query, the distractors
 
 
@@ -81,6 +81,7 @@ def test_a_document_fills_its_length_and_asks_only_for_what_it_stated(
     for at in sorted(document.stated + document.asked)[::DIGITS]:
         key, digits = document.ids[at - 1], document.ids[at : at + DIGITS]
         assert (key in known) == (at in document.asked)
+        assert nano.decode(document.ids[at - 2]) == ("((" if at in document.asked else "[[")
         assert known.setdefault(key, digits) == digits
         assert nano.decode(digits).isdecimal()
     assert len(known) == pairs
