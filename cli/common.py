@@ -70,6 +70,12 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def one_of(option: str, value: str, *allowed: str) -> None:
+    """Refuse a value that is none of the allowed ones."""
+    if value not in allowed:
+        raise typer.BadParameter(f"'{value}': choose {', '.join(allowed[:-1])} or {allowed[-1]}", param_hint=option)
+
+
 def settings(pairs: list[str]) -> dict[str, Any]:
     """'key=value' options: numbers as numbers, a .json file as its content, the rest as text."""
     out: dict[str, Any] = {}
@@ -86,7 +92,7 @@ def settings(pairs: list[str]) -> dict[str, Any]:
         try:
             out[key] = float(value)
         except ValueError:
-            raise typer.BadParameter(f"'{pair}': {value} is not a number (or a .json file)") from None
+            out[key] = value
     return out
 
 

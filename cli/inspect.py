@@ -1,5 +1,6 @@
 """ropex inspect"""
 
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -8,7 +9,13 @@ from ropex.cli.common import note, print_json, stdout, table
 
 
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, a run, or 'nano'.")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, a .gguf file, a run, a Hub id, or 'nano'.")],
+    check_pairing: Annotated[
+        bool,
+        typer.Option(
+            "--check-pairing", help="Run a short text under both pairings: which were the weights trained with?"
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Say what a checkpoint's heads are and how they rotate. Reads headers only.
@@ -16,10 +23,15 @@ def inspect(
     [bold]Examples[/bold]
       ropex inspect nano
       ropex inspect ./SmolLM2-135M --json
+      ropex inspect ./converted-by-someone --check-pairing
     """
     from ropex.convert.inspect import inspect as read
 
     facts = read(checkpoint)
+    if check_pairing:
+        from ropex.convert.pairing_check import check_pairing as run
+
+        facts["check"] = run(checkpoint)
     if as_json:
         print_json(facts)
         return
@@ -29,13 +41,46 @@ def inspect(
         shown.add_row(name, value)
     console = stdout()
     console.print(shown)
-    if facts["adds"]:
-        added = table("What a conversion adds", "--to", "trainable parameters")
-        for method, count in facts["adds"].items():
-            added.add_row(method, f"{count:,}")
-        console.print(added)
+    if scale := facts.get("scale"):
+        heads = table("Scale by head", "layer", "tau: least", "median", "most", "gamma: least", "median", "most")
+        for layer in scale:
+            spread = [f(layer[kind]) for kind in ("tau", "gamma") for f in (min, median, max)]
+            heads.add_row(str(layer["layer"]), *(f"{value:.4f}" for value in spread))
+        console.print(heads)
+    if check := facts.get("check"):
+        losses = table("A short text under both pairings", "pairing", "NLL")
+        for pairing in ("half-split", "interleaved"):
+            losses.add_row(pairing, f"{check[pairing]:.3f}")
+        console.print(losses)
+        console.print(_verdict(check))
     for remark in facts["notes"]:
         note(remark)
+
+
+def _verdict(check: dict) -> str:
+    margin = f"by {check['margin']:.3f} nats a token"
+    if not check["decided"]:
+        return f"undecided: the two differ {margin} only"
+    if check["trained"] == check["labelled"]:
+        return f"trained as {check['trained']}, as labelled: likelier {margin}"
+    return (
+        f"trained as {check['trained']}, and labelled {check['labelled']}: likelier {margin}. "
+        f"Mend it with `ropex convert ... --from-pairing {check['trained']}`"
+    )
+
+
+def _local(facts: dict) -> list[tuple[str, str]]:
+    """The sliding layers with a table of their own."""
+    if not (local := facts["local"]):
+        return []
+    rope = ", ".join([local["rope"]["type"], *(f"{k} {v}" for k, v in local["rope"].items() if k != "type")])
+    return [
+        ("layers of that rope", ", ".join(map(str, facts["turning"]))),
+        (
+            "sliding layers",
+            f"{', '.join(map(str, local['layers']))}: theta {local['rope_theta']:g}, {rope}, window {local['window']}",
+        ),
+    ]
 
 
 def _rows(facts: dict) -> list[tuple[str, str]]:
@@ -47,11 +92,14 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
         ("layers", str(facts["layers"])),
         ("heads", f"{facts['heads']} query, {facts['kv_heads']} key/value"),
         ("head_dim", f"{facts['head_dim']}, of which {facts['rotary_dim']} rotate"),
-        ("pairing", facts["pairing"]),
+        ("pairing", f"{facts['pairing']}: channel f turns with f + {facts['pair_offset']}"),
         ("method", facts["method"]),
         ("rope", f"theta {facts['rope_theta']:g}, {rope}"),
+        *([("norms of q and k", facts["norms"])] if facts.get("norms") else []),
+        *_local(facts),
         ("native window", f"{facts['window']:,} tokens"),
         ("config claims", f"{facts['claims']:,} tokens"),
+        *([("adarope would add", f"{facts['adds']['adarope']:,} trained numbers")] if facts["adds"] else []),
         ("shards", f"{len(facts['shards'])} ({facts['tensors']} tensors)"),
     ]
     if spec := facts.get("spec"):

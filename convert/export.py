@@ -4,21 +4,26 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Literal
 
-from ropex.checkpoint import RUN, is_run, locate, run_source
+from ropex.checkpoint import RUN, TRAINED, is_gguf, is_run, locate, run_source
 from ropex.config import ADAROPE, Rope, read_json, rope_of, write_rope
-from ropex.convert.modeling import adarope_config, write_modeling
-from ropex.convert.output import PROVENANCE, check_output, provenance, whole_folder, write_json
+from ropex.convert.heads import Head, head_of, query_rows
+from ropex.convert.modeling import adarope_config, plain_config, write_modeling
+from ropex.convert.output import check_output, whole_folder, write_json, write_manifest
 from ropex.convert.source import Source, every, open_source, parse_size, raise_tokenizer_limit
 from ropex.convert.weights import write_shards
 from ropex.errors import CheckpointError, OptionError, UnsupportedError
 from ropex.spec import RotarySpec, spec_of
-from ropex.tables import method
+from ropex.tables import longrope_block, method
 
 if TYPE_CHECKING:
     import torch
 
+    from ropex.rotary import AdaRotary
+
+Layout = Literal["safetensors", "gguf"]
 Tensors = dict[str, "torch.Tensor"]
 
 
@@ -37,18 +42,19 @@ def export(
     run: str | Path,
     out: str | Path,
     *,
+    to: Layout = "safetensors",
     dtype: str | None = None,
     max_shard_size: str = "5GB",
     bake_length: int | None = None,
     scale: bool = True,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a run of `ropex extend` (or a converted checkpoint) as a merged safetensors checkpoint.
+    """Write a run of `ropex extend` (or a checkpoint) as a merged checkpoint, in safetensors or as one GGUF file.
 
     Per-head heads export with one modeling file (trust_remote_code, ropex not needed); one table for all heads exports
     as a stock config. A scale that grows with the length has no stock form: bake_length=N folds its value at N tokens
     into q, scale=False drops it; without either such an export is refused. dtype: cast every weight but the rotary
-    tensors; as stored by default. LoRA is summed in float32 and cast once.
+    tensors; as stored by default. LoRA is summed in float32 and cast once. A GGUF file holds shared tables alone.
     Returns {"out", "format", "parameters", "merged", "dtype", "target", "notes"}.
     """
     out = Path(out)
@@ -63,25 +69,29 @@ def export(
     rope = rope_of(src.config)
     plan = _plan(trained, rope, bake_length, scale)
     written: dict[str, int] = {"parameters": 0, "merged": 0}
-    with whole_folder(out, [src.path], overwrite, src.bytes) as staging:
+    config = dict(plan.config)
+    if cast is not None:
+        config = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": str(cast).split(".")[-1]}
+    facts = {"spec": spec.block() if spec else None, "bake_length": bake_length, "scale": scale}
+    need = 2 * src.bytes if to == "gguf" else src.bytes
+    with whole_folder(out, [src.path], overwrite, need) as staging:
         tensors = _merged_tensors(trained, rope, plan.query_scale, cast, written)
-        metadata = src.checkpoint.metadata if src.checkpoint else {}
-        write_shards(_then(tensors, plan.rotary), staging, limit, metadata)
-        if plan.rotary:
-            write_modeling(staging, rope.family)
-        src.carry(staging)
-        config = dict(plan.config)
-        if cast is not None:
-            config = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": str(cast).split(".")[-1]}
-        raise_tokenizer_limit(staging, int(config["max_position_embeddings"]))
-        write_json(staging / "config.json", config)
-        facts = {"spec": spec.block() if spec else None, "bake_length": bake_length, "scale": scale}
-        write_json(staging / PROVENANCE, provenance("export", str(run), **facts))
-    if written["merged"] != len(trained.lora):
-        raise CheckpointError(f"{run} holds LoRA for layers that {src.path} does not have")
+        if to == "gguf":
+            _write_gguf(src, config, tensors, staging, out.name)
+        else:
+            metadata = src.checkpoint.metadata if src.checkpoint else {}
+            write_shards(_then(tensors, plan.rotary), staging, limit, metadata)
+            if plan.rotary:
+                write_modeling(staging, rope.family)
+            src.carry(staging)
+            raise_tokenizer_limit(staging, int(config["max_position_embeddings"]))
+            write_json(staging / "config.json", config)
+        if written["merged"] != len(trained.lora):
+            raise CheckpointError(f"{run} holds LoRA for layers that {src.path} does not have")
+        write_manifest(staging, "export", str(run), {}, **facts)
     return {
         "out": str(out),
-        "format": "per-head" if plan.rotary else "stock",
+        "format": "per-head" if plan.rotary else "gguf" if to == "gguf" else "stock",
         "parameters": written["parameters"],
         "merged": written["merged"],
         "dtype": dtype or "as stored",
@@ -90,11 +100,22 @@ def export(
     }
 
 
+def _write_gguf(
+    src: Source, config: dict[str, Any], tensors: Iterator[tuple[str, "torch.Tensor"]], folder: Path, name: str
+) -> None:
+    """`name`.gguf in the folder, its tokenizer inside."""
+    from ropex.convert.write_gguf import write_gguf
+
+    with TemporaryDirectory() as tokenizer:
+        src.carry(Path(tokenizer))
+        write_gguf(config, tensors, Path(tokenizer), folder / f"{name}.gguf", src.path if is_gguf(src.path) else None)
+
+
 def open_trained(path: str | Path) -> Trained:
     """A run with its source, or a checkpoint by itself. A run without its rotary tensors is refused."""
     from safetensors.torch import load_file
 
-    from ropex.loading import TRAINED, split_trained
+    from ropex.loading import split_trained
     from ropex.lora import lora_pairs
 
     found = locate(path)
@@ -106,9 +127,9 @@ def open_trained(path: str | Path) -> Trained:
         raise CheckpointError(f"{path} is a run that has not finished: continue it with `ropex extend --resume`")
     rotary, lora = split_trained(load_file(found / TRAINED))
     parent, spec = open_trained(run_source(found)), RotarySpec(**run["spec"])
-    layers = rope_of(parent.source.config).layers
-    if len(rotary) != 4 * layers:
-        raise CheckpointError(f"{path} holds {len(rotary)} rotary tensors where {4 * layers} belong: it is incomplete")
+    belong = 4 * len(spec.layers(rope_of(parent.source.config)))
+    if len(rotary) != belong:
+        raise CheckpointError(f"{path} holds {len(rotary)} rotary tensors where {belong} belong: it is incomplete")
     scale = run["lora"]["alpha"] / run["lora"]["r"] if run.get("lora") else 1.0
     merged = {module: list(pairs) for module, pairs in parent.lora.items()}
     for module, (a, b) in lora_pairs(lora).items():
@@ -143,19 +164,12 @@ def _plan(trained: Trained, rope: Rope, bake_length: int | None, scale: bool) ->
 
 def _stock_plan(trained: Trained, spec: RotarySpec, rope: Rope, bake_length: int | None, scale: bool) -> Plan:
     """One table for all heads as a config that needs no code."""
-    import torch
-
-    from ropex.rotary import AdaRotary
-
-    first = AdaRotary(rope.pairs, 1, 1, spec.window, log_coef=spec.log_coef, length=spec.length)
-    prefix = next(iter(trained.rotary)).rpartition(".")[0]
-    with torch.no_grad():
-        for name in ("theta0", "delta", "tau", "gamma"):
-            getattr(first, name).copy_(trained.rotary[f"{prefix}.{name}"])
-        theta = first.theta()[0]
-        grows = bool(first.gamma.ne(0).any()) or spec.log_coef != 0
-        at = bake_length or spec.window
-        value = float(first.scale(torch.tensor([[at - 1]]))[0, 0, 0])
+    if spec.pairing != rope.family.pairing:
+        raise UnsupportedError(
+            f"these weights are {spec.pairing}, and {rope.family.model_type}'s code turns {rope.family.pairing} pairs: "
+            f"no stock config can say that. Write them with `ropex convert --pairing {rope.family.pairing}`"
+        )
+    first, grows = _first_head(trained, spec, rope)
     if grows and bake_length is None and scale:
         raise UnsupportedError(
             "the attention scale grows with the length, and no stock config can say that: give --bake-length N to fold "
@@ -164,60 +178,54 @@ def _stock_plan(trained: Trained, spec: RotarySpec, rope: Rope, bake_length: int
     if not grows and (bake_length is not None or not scale):
         raise OptionError("this scale does not depend on the length: leave --bake-length and --no-scale out")
     notes, query_scale = [], {}
-    if not grows:
-        attention_factor = math.sqrt(value)
-    else:
-        attention_factor = 1.0
-        if scale:
-            query_scale = dict.fromkeys(range(rope.layers), value)
-            notes.append(f"q is scaled by {value:.6g}, the scale at {bake_length} tokens, at every length")
-        else:
-            attention_factor = first.tau[0].item() ** -0.5
-            notes.append("the part of the scale that grows with the length was dropped")
-    entry = method(spec.table_method)
-    same = bool((trained.rotary[f"{prefix}.delta"] == 0).all())
-    if same and entry.stock is not None and attention_factor == spec.table(rope).attention_factor:
-        block = entry.stock(rope, spec.params)
-    else:
-        block = longrope_block(theta, rope, spec, attention_factor)
-    config = write_rope({k: v for k, v in trained.source.config.items() if k not in (ADAROPE, "auto_map")}, block)
-    return Plan(
-        config
-        | {
-            "model_type": rope.family.model_type,
-            "architectures": [rope.family.causal_lm],
-            "max_position_embeddings": spec.target,
-        },
-        {},
-        query_scale,
-        notes,
-    )
+    attention_factor, value = math.sqrt(spec.turn_scale(rope)), _scale_at(first, bake_length or spec.window)
+    if grows and not scale:
+        value = 1 / first.tau[0].item()
+        notes.append("the part of the scale that grows with the length was dropped")
+    if not (grows and scale) and rope.rotary_dim == rope.head_dim:
+        attention_factor *= math.sqrt(value)
+    elif value != 1:
+        if trained.source.config.get("clip_qkv") is not None:
+            raise UnsupportedError(
+                "clip_qkv cuts queries off after their projection, where a scale cannot be folded in"
+            )
+        query_scale = dict.fromkeys(spec.layers(rope), value)
+        notes.append(f"q is scaled by {value:.6g} at every length")
+
+    def block(own: Rope) -> dict[str, Any]:
+        head, _ = _first_head(trained, spec, own)
+        entry, fresh = method(spec.table_method), bool((head.delta == 0).all())
+        if fresh and entry.stock is not None and attention_factor == spec.table(own).attention_factor:
+            return entry.stock(own, spec.params)
+        return longrope_block(head.theta()[0].detach(), own, attention_factor, spec.target / spec.window)
+
+    local = None
+    if rope.local is not None:
+        own = {"rope_type": rope.local.rope_type, "rope_theta": rope.local.rope_theta, **rope.local.scaling}
+        local = block(rope.local) if spec.sliding else own
+    config = write_rope(plain_config(trained.source.config, rope.family), block(rope), local)
+    return Plan(config | {"max_position_embeddings": spec.target}, {}, query_scale, notes)
 
 
-def longrope_block(theta: "torch.Tensor", rope: Rope, spec: RotarySpec, attention_factor: float) -> dict[str, Any]:
-    """Any table [F] as longrope factors: base^(-2f/R) / factor = theta; a pair at rest gets a huge factor.
-
-    Each factor is the float32 whose table entry is nearest to theta, so the stock model turns by the same angles.
-    """
+def _first_head(trained: Trained, spec: RotarySpec, rope: Rope) -> tuple["AdaRotary", bool]:
+    """The rotary of the first layer that `rope` turns, which all of them share, and whether its scale grows."""
     import torch
 
-    powers = rope.rope_theta ** (torch.arange(0, rope.rotary_dim, 2).float() / rope.rotary_dim)
-    guess = torch.where(theta > 0, 1.0 / (theta * powers), 1e30)
-    up, down = guess.nextafter(guess + torch.inf), guess.nextafter(guess - torch.inf)
-    candidates = torch.stack((guess, up, down, up.nextafter(up + torch.inf), down.nextafter(down - torch.inf)))
-    error = (1.0 / (candidates * powers) - theta).abs()
-    factors = candidates.gather(0, error.argmin(0, keepdim=True))[0].tolist()
-    partial = {} if rope.rotary_dim == rope.head_dim else {"partial_rotary_factor": rope.rotary_dim / rope.head_dim}
-    return {
-        "rope_type": "longrope",
-        "rope_theta": rope.rope_theta,
-        "factor": max(spec.target / spec.window, 1.0),
-        "long_factor": factors,
-        "short_factor": factors,
-        "attention_factor": attention_factor,
-        "original_max_position_embeddings": spec.window,
-        **partial,
-    }
+    from ropex.rotary import AdaRotary
+
+    head = AdaRotary(rope.pairs, 1, 1, spec.window, log_coef=spec.log_coef, length=spec.length)
+    prefix = f"{rope.family.layer.format(rope.turning[0])}.{ADAROPE}"
+    with torch.no_grad():
+        for name in ("theta0", "delta", "tau", "gamma"):
+            getattr(head, name).copy_(trained.rotary[f"{prefix}.{name}"])
+    return head, bool(head.gamma.ne(0).any()) or spec.log_coef != 0
+
+
+def _scale_at(head: "AdaRotary", tokens: int) -> float:
+    """lambda of the last of that many tokens."""
+    import torch
+
+    return head.scale(torch.tensor([[tokens - 1]]))[0, 0, 0].item()
 
 
 def _merged_tensors(
@@ -226,7 +234,6 @@ def _merged_tensors(
     """The source's tensors, LoRA and scale folded in: the sum in float32, cast once."""
     from ropex.lora import merged
 
-    family = rope.family
     for name, tensor in trained.source.tensors(every):
         module, _, kind = name.rpartition(".")
         out = tensor
@@ -234,12 +241,32 @@ def _merged_tensors(
             for a, b, scale in trained.lora[module]:
                 out = merged(out, a, b, scale)
             written["merged"] += 1
-        if query_scale and module.endswith(f".self_attn.{family.q_proj}"):
-            out = out.float() * query_scale[int(module.split(".layers.")[1].split(".")[0])]
+        head = head_of(name, rope.family)
+        if head is not None and head.layer in query_scale:
+            out = _fold(out, name, head, trained.source.config, rope, query_scale[head.layer])
         if tensor.is_floating_point():
             out = _cast(out, cast or tensor.dtype, name)
         written["parameters"] += out.numel()
         yield name, out
+
+
+def _fold(
+    tensor: "torch.Tensor", name: str, head: Head, config: dict[str, Any], rope: Rope, scale: float
+) -> "torch.Tensor":
+    """Multiply what comes out as queries by `scale`: in their norm, where they pass one, else in their projection."""
+    import torch
+
+    family = rope.family
+    if family.q_norm and (not family.norm_flag or config.get(family.norm_flag)):
+        if head.part != "q norm":
+            return tensor
+        offset = 1.0 if family.unit_offset and head.inner == "weight" else 0.0
+        return (tensor.float() + offset) * scale - offset
+    rows = query_rows(name, tuple(tensor.shape), rope)
+    if rows is None:
+        return tensor
+    factor = torch.where(torch.from_numpy(rows), scale, 1.0)
+    return tensor.float() * factor.view(-1, *[1] * (tensor.ndim - 1))
 
 
 def _cast(tensor: "torch.Tensor", dtype: "torch.dtype", name: str) -> "torch.Tensor":

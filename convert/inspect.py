@@ -1,21 +1,40 @@
 """inspect: what a checkpoint is, from its headers alone."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ropex.checkpoint import RUN, Checkpoint, is_gguf, is_run, locate, open_checkpoint, run_source
+import numpy as np
+
+from ropex.checkpoint import (
+    RUN,
+    TRAINED,
+    Checkpoint,
+    TensorInfo,
+    is_gguf,
+    is_meta,
+    is_pickled,
+    is_run,
+    locate,
+    open_checkpoint,
+    read_header,
+    run_source,
+)
 from ropex.config import ADAROPE, Rope, read_json, rope_of
-from ropex.convert.source import is_rotary
-from ropex.errors import UnsupportedError
+from ropex.convert.heads import head_of
+from ropex.convert.source import every, is_rotary, open_source
 from ropex.spec import method_name
-from ropex.tables import METHODS
+from ropex.tables import METHODS, two_lengths
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
-    """Facts about a folder, a GGUF file or a run. Reads headers only, imports no torch for a folder.
+    """Facts about a folder, a GGUF file or a run. Reads headers only (and each head's scale), imports no torch for a
+    folder.
 
     Keys: family, layers, heads, kv_heads, head_dim, rotary_dim, pairing, method, rope_theta, window (tokens the model
-    was trained for), dtype, parameters; beside them rope (type and parameters), claims (max_position_embeddings),
+    was trained for), dtype, parameters; beside them turning (the layers that rotate), local (the second table of
+    sliding layers, if any), pair_offset (channels between the two of a pair), norms, scale (tau and gamma by head,
+    where converted), rope (type and parameters), claims (max_position_embeddings),
     tied, shards, tensors, adds ({method: parameters a conversion would add}), notes, and spec where converted.
     """
     found = locate(path)
@@ -27,33 +46,96 @@ def inspect(path: str | Path) -> dict[str, Any]:
             "spec": run["spec"],
             "run": str(found),
             "claims": run["spec"]["target"],
+            "adds": {},
+            "scale": scales(read_header(found / TRAINED)[0]) if (found / TRAINED).exists() else [],
         }
     if is_gguf(found):
-        config, dtype, parameters, tensors = _gguf_facts(found)
-        return _facts(config, "interleaved", dtype, parameters) | {
-            "shards": [found.name], "tensors": tensors, "notes": ["q and k rows are permuted when it is read"]
-        }  # fmt: skip
-    checkpoint = open_checkpoint(found)
-    return _folder_facts(checkpoint)
+        from ropex.convert.read_gguf import gguf_header
+
+        header = gguf_header(found)
+        return _facts(header.config, header.pairing, header.dtype, header.parameters) | {
+            "shards": [found.name],
+            "tensors": len(header.tensors),
+            "notes": ["q and k rows are permuted to half-split when it is read"] * (header.pairing == "interleaved"),
+        }
+    if is_meta(found) or is_pickled(found):
+        return _pickled_facts(found)
+    return _folder_facts(open_checkpoint(found))
+
+
+def _pickled_facts(path: Path) -> dict[str, Any]:
+    """Of weights in PyTorch's own files, which have no header that could be read alone."""
+    source = open_source(path)
+    tensors = [(tensor.dtype, tensor.numel()) for _, tensor in source.tensors(every)]
+    dtypes = Counter[str]()
+    for dtype, size in tensors:
+        dtypes[str(dtype).removeprefix("torch.")] += size
+    pairing = "interleaved" if is_meta(path) else rope_of(source.config).pairing
+    facts = _facts(source.config, pairing, dtypes.most_common(1)[0][0], dtypes.total())
+    moves = ["q and k rows are permuted to half-split when it is read"] * is_meta(path)
+    return facts | {
+        "shards": sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pth")),
+        "tensors": len(tensors),
+        "notes": facts["notes"] + source.notes + moves,
+    }
 
 
 def _folder_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     rope = checkpoint.rope
     spec = checkpoint.spec
-    facts = _facts(checkpoint.config, rope.family.pairing, checkpoint.dtype, checkpoint.parameters)
-    notes = [f"{name} is not in the index and is left aside" for name in checkpoint.stray]
-    if spec is not None and not any(map(is_rotary, checkpoint.tensors)):
+    facts = _facts(checkpoint.config, rope.pairing, checkpoint.dtype, checkpoint.parameters)
+    notes = facts["notes"] + [f"{name} is not in the index and is left aside" for name in checkpoint.stray]
+    rotary = {name: info for name, info in checkpoint.tensors.items() if is_rotary(name)}
+    if spec is not None and not rotary:
         notes.append("the config announces rotary tensors, and there are none: it will not load")
+    if facts["tied"] and "lm_head.weight" in checkpoint.tensors:
+        notes.append("lm_head.weight is stored although the config ties it to the embeddings: it is carried along")
     return facts | {
+        "norms": _norms(checkpoint, rope),
         "shards": [file.name for file in checkpoint.shards],
         "tensors": len(checkpoint.tensors),
         "notes": notes,
-        **({"spec": spec.block()} if spec else {}),
+        **({"spec": spec.block(), "scale": scales(rotary)} if spec else {}),
     }
+
+
+def _norms(checkpoint: Checkpoint, rope: Rope) -> str | None:
+    """What the norms between projection and rotation span, by the shape of their weights."""
+    for name, info in checkpoint.tensors.items():
+        head = head_of(name, rope.family)
+        if head is not None and head.part == "q norm":
+            if info.size == rope.head_dim:
+                return (
+                    "one weight for a head's channels, shared by all heads" if "norms." not in name else "a head each"
+                )
+            return "across all heads" if len(info.shape) == 1 else "a head each"
+    return None
+
+
+def scales(rotary: dict[str, TensorInfo]) -> list[dict[str, Any]]:
+    """tau and gamma of every head from a checkpoint's rotary tensors: [{"layer", "tau", "gamma"}], in layer order."""
+    layers: dict[int, dict[str, Any]] = {}
+    for name, info in rotary.items():
+        prefix, _, kind = name.rpartition(".")
+        if kind in ("tau", "gamma"):
+            layer = int(prefix.split("layers.")[1].split(".")[0])
+            with info.file.open("rb") as file:
+                file.seek(info.start)
+                values = np.frombuffer(file.read(info.end - info.start), np.float32).tolist()
+            layers.setdefault(layer, {"layer": layer})[kind] = values
+    return [layers[layer] for layer in sorted(layers)]
 
 
 def _facts(config: dict[str, Any], pairing: str, dtype: str, parameters: int) -> dict[str, Any]:
     rope = rope_of(config)
+    notes = []
+    if two_lengths(rope):
+        notes.append(
+            f"two tables: the short one up to {rope.scaling['original_max_position_embeddings']} tokens, the long one "
+            "above"
+        )
+    if len(rope.turning) < rope.layers and rope.local is None:
+        notes.append(f"{len(rope.turning)} of {rope.layers} layers turn")
     return {
         "family": rope.family.model_type,
         "layers": rope.layers,
@@ -68,48 +150,26 @@ def _facts(config: dict[str, Any], pairing: str, dtype: str, parameters: int) ->
         "dtype": dtype,
         "parameters": parameters,
         "rope": {"type": rope.rope_type, **rope.scaling},
+        "turning": list(rope.turning),
+        "local": _local(rope.local, config) if rope.local else None,
+        "pair_offset": 1 if pairing == "interleaved" else rope.pairs,
         "claims": rope.max_position_embeddings,
         "tied": bool(config.get("tie_word_embeddings", False)),
         "adds": {} if ADAROPE in config else {name: added_parameters(name, rope) for name in METHODS if name != "rope"},
+        "notes": notes,
+    }
+
+
+def _local(rope: Rope, config: dict[str, Any]) -> dict[str, Any]:
+    """The second table, of the sliding-window layers."""
+    return {
+        "layers": list(rope.turning),
+        "window": config.get("sliding_window"),
+        "rope_theta": rope.rope_theta,
+        "rope": {"type": rope.rope_type, **rope.scaling},
     }
 
 
 def added_parameters(name: str, rope: Rope) -> int:
     """Trainable numbers that a conversion adds: delta [Hkv, F], tau and gamma [Hq] a layer for adarope."""
-    return rope.layers * (rope.kv_heads * rope.pairs + 2 * rope.heads) if name == ADAROPE else 0
-
-
-def _gguf_facts(path: Path) -> tuple[dict[str, Any], str, int, int]:
-    """(config in Hugging Face's keys, the main tensor type, parameters, tensors) from a GGUF header."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise UnsupportedError("reading GGUF needs the gguf package: pip install 'ropex[gguf]'") from None
-    from ropex.errors import CheckpointError
-
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a whole GGUF file ({error}): download it again") from None
-
-    def value(key: str, default: Any = None) -> Any:
-        field = reader.get_field(key)
-        return default if field is None else field.contents()
-
-    arch = value("general.architecture")
-    types: dict[str, int] = {}
-    for tensor in reader.tensors:
-        types[tensor.tensor_type.name] = types.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
-    names = {tensor.name for tensor in reader.tensors}
-    config = {
-        "model_type": arch,
-        "num_hidden_layers": value(f"{arch}.block_count"),
-        "num_attention_heads": value(f"{arch}.attention.head_count"),
-        "num_key_value_heads": value(f"{arch}.attention.head_count_kv"),
-        "hidden_size": value(f"{arch}.embedding_length"),
-        "head_dim": value(f"{arch}.attention.key_length", value(f"{arch}.rope.dimension_count")),
-        "max_position_embeddings": value(f"{arch}.context_length"),
-        "rope_theta": float(value(f"{arch}.rope.freq_base", 10000.0)),
-        "tie_word_embeddings": "output.weight" not in names,
-    }
-    return config, max(types, key=lambda t: types[t]), sum(types.values()), len(names)
+    return len(rope.turning) * (rope.kv_heads * rope.pairs + 2 * rope.heads) if name == ADAROPE else 0

@@ -29,15 +29,17 @@ def equip(model, config):
     def make(layer):
         return AdaRotary(
             block["pairs"],
-            1 if block["shared"] else config.num_attention_heads,
-            1 if block["shared"] else config.num_key_value_heads,
+            1 if block["shared"] else block["heads"],
+            1 if block["shared"] else block["kv_heads"],
             block["window"],
             log_coef=block["log_coef"],
             interleaved=block["pairing"] == "interleaved",
             length=block["length"],
+            upcast={float32},
+            turn_scale=block["turn_scale"],
         )
 
-    install(model, "{attention}", make)
+    install(model, "{attention}", block["layers"], make)
     model.post_init()
 
 
@@ -52,6 +54,24 @@ class _Heads:
             for tensor in (module.theta0, module.delta, module.tau, module.gamma):
                 if not getattr(tensor, "_is_hf_initialized", False):
                     tensor.fill_(torch.nan)
+
+
+def know_stored_names():
+    """Some tensors are held otherwise than stored (experts one by one, say); transformers looks that up by class or
+    model_type, and these are new to it."""
+    try:
+        from transformers.conversion_mapping import (
+            get_checkpoint_conversion_mapping,
+            register_checkpoint_conversion_mapping,
+        )
+    except ImportError:  # before transformers 5 they are held as they are stored
+        return
+    by_class, by_type = (get_checkpoint_conversion_mapping(name) for name in ("{causal_lm}", "{family}"))
+    if mapping := by_class or by_type:
+        register_checkpoint_conversion_mapping("adarope_{family}", mapping, overwrite=True)
+
+
+know_stored_names()
 
 
 class AdaRopeModel(_Heads, {base_class}):
@@ -74,10 +94,11 @@ def write_modeling(folder: Path, family: Family) -> None:
 
     classes = _CLASSES.format(
         family=family.model_type,
-        config_class=family.config_class,
+        config_class=family.config_name,
         causal_lm=family.causal_lm,
-        base_class=family.base_model,
+        base_class=family.base_name,
         attention=family.attention,
+        float32=family.float32,
     )
     (folder / MODELING).write_text(inspect.getsource(ropex.rotary) + classes, encoding="utf-8")
 
@@ -88,8 +109,11 @@ def adarope_config(config: dict[str, Any], rope: Rope, spec: RotarySpec) -> dict
     facts = {
         "backbone": rope.family.model_type,
         "pairs": rope.pairs,
-        "pairing": rope.family.pairing,
+        "heads": rope.heads,
+        "kv_heads": rope.kv_heads,
+        "layers": list(spec.layers(rope)),
         "shared": spec.shared,
+        "turn_scale": spec.turn_scale(rope),
         "log_coef": spec.log_coef,
     }
     return config | {
@@ -103,3 +127,11 @@ def adarope_config(config: dict[str, Any], rope: Rope, spec: RotarySpec) -> dict
         "max_position_embeddings": spec.target,
         ADAROPE: spec.block() | facts,
     }
+
+
+def plain_config(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The stock config inside a per-head one; a stock config as it is."""
+    if ADAROPE not in config:
+        return config
+    plain = {k: v for k, v in config.items() if k not in (ADAROPE, "auto_map")}
+    return plain | {"model_type": family.model_type, "architectures": [family.causal_lm]}

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ropex.convert.shards import sha256
 from ropex.errors import OutputError
 
 PROVENANCE = "ropex.json"  # in every folder that ropex writes: what made it, and the sign that ropex may replace it
@@ -56,8 +57,9 @@ def whole_folder(out: Path, sources: list[Path], overwrite: bool, need: int) -> 
         staging.mkdir()
         yield staging
         for path in staging.rglob("*"):
-            path.chmod(0o644)  # safetensors writes files that only their owner may read
-            sync(path)
+            if path.stat().st_nlink == 1:  # a hard link is the source's file as well
+                path.chmod(0o644)  # safetensors writes files that only their owner may read
+                sync(path)
         sync(staging)
         old = target.parent / f".{target.name}.replaced"
         shutil.rmtree(old, ignore_errors=True)
@@ -95,15 +97,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def provenance(command: str, source: str, **facts: Any) -> dict[str, Any]:
-    """What made an output folder."""
+def write_manifest(folder: Path, command: str, source: str, hashes: dict[str, str | None], **facts: Any) -> None:
+    """Write what made an output folder, and size and SHA-256 of every file in it. hashes: those that are known
+    already; None for a file that nobody read."""
     packages = ("ropex", "torch", "transformers", "safetensors")
-    return {
-        "command": command,
-        "source": source,
-        **facts,
-        "versions": {package: version(package) for package in packages},
-    }
+    files = {}
+    for path in sorted(folder.iterdir()):
+        known = hashes[path.name] if path.name in hashes else sha256(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": known}
+    versions = {package: version(package) for package in packages}
+    facts = {"command": command, "source": source, **facts, "versions": versions, "files": files}
+    write_json(folder / PROVENANCE, facts)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -2,19 +2,27 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copyfile
 from typing import TYPE_CHECKING, Any
 
-from ropex.checkpoint import Checkpoint, carried_files, is_gguf, is_run, locate, open_checkpoint
-from ropex.config import ADAROPE, Rope
+from ropex.checkpoint import (
+    Checkpoint,
+    carried_files,
+    is_gguf,
+    is_meta,
+    is_pickled,
+    is_run,
+    locate,
+    open_checkpoint,
+)
+from ropex.config import ADAROPE
 from ropex.convert.output import PROVENANCE, write_json
-from ropex.errors import CheckpointError, OptionError, UnsupportedError
+from ropex.errors import OptionError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 MODELING = "modeling_adarope.py"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -32,7 +40,8 @@ def every(name: str) -> bool:
 class Source:
     """config: config.json's content. tensors(wanted): (name, tensor) pairs in file order, rotary ones left out.
     rotary(): our own tensors, if the source is converted. bytes: what its weights take on disk.
-    carry(folder): put the tokenizer and every other file into folder. checkpoint: the folder, None for GGUF."""
+    carry(folder): put the tokenizer and every other file into folder. checkpoint: the safetensors folder, None for
+    other formats. notes: what the user should know of the source."""
 
     path: Path
     config: dict[str, Any]
@@ -41,6 +50,7 @@ class Source:
     bytes: int
     carry: Callable[[Path], None]
     checkpoint: Checkpoint | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def is_rotary(name: str) -> bool:
@@ -48,14 +58,31 @@ def is_rotary(name: str) -> bool:
     return name.rpartition(".")[0].endswith(f".{ADAROPE}")
 
 
-def open_source(path: str | Path) -> Source:
-    """A folder (its headers checked) or a GGUF file (dequantised to float32)."""
+def open_source(path: str | Path, window: int | None = None) -> Source:
+    """A Hugging Face folder (safetensors, or PyTorch's own files), a folder of Meta's, or a GGUF file (dequantised).
+
+    window: the tokens that the model was trained for, which a folder of Meta's does not always say.
+    """
     found = locate(path)
+    if window is not None and not is_meta(found):
+        raise OptionError(f"--window is for a folder of Meta's: {path} says its own")
     if is_run(found):
         raise UnsupportedError(
             f"{path} is a run, and a conversion starts from a checkpoint: write it with `ropex export`"
         )
-    return _gguf(found) if is_gguf(found) else _folder(open_checkpoint(found))
+    if is_gguf(found):
+        from ropex.convert.read_gguf import read_gguf
+
+        return read_gguf(found)
+    if is_meta(found):
+        from ropex.convert.read_meta import read_meta
+
+        return read_meta(found, window)
+    if is_pickled(found):
+        from ropex.convert.read_bin import read_bin
+
+        return read_bin(found)
+    return _folder(open_checkpoint(found))
 
 
 def _folder(checkpoint: Checkpoint) -> Source:
@@ -69,9 +96,7 @@ def _folder(checkpoint: Checkpoint) -> Source:
                         yield name, shard.get_tensor(name)
 
     def carry(folder: Path) -> None:
-        for file in carried_files(checkpoint.path):
-            if file.name not in (PROVENANCE, MODELING, "README.md"):  # a model card speaks of the parent
-                copyfile(file, folder / file.name)
+        copy_rest(checkpoint.path, folder)
 
     return Source(
         checkpoint.path,
@@ -86,39 +111,11 @@ def _folder(checkpoint: Checkpoint) -> Source:
     )
 
 
-def _gguf(path: Path) -> Source:
-    from ropex.loading import load, load_tokenizer, quiet
-
-    model = load(path)
-    config = _plain_config(model)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {}) if config.get("tie_word_embeddings") else set()
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-
-    def carry(folder: Path) -> None:
-        with quiet():
-            load_tokenizer(path).save_pretrained(folder)
-            model.generation_config.save_pretrained(folder)
-
-    size = sum(t.numel() * t.element_size() for t in state.values())
-    return Source(path, config, lambda wanted: ((n, t) for n, t in state.items() if wanted(n)), dict, size, carry)
-
-
-def _plain_config(model: "PreTrainedModel") -> dict[str, Any]:
-    """config.json of a model read from GGUF: what differs from the family's defaults, and the geometry."""
-    config = model.config
-    geometry = {"model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"}
-    geometry |= {"num_attention_heads", "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"}
-    named = geometry | set(config.to_diff_dict()) - {"quantization_config", "architectures"}
-    plain = {k: v for k, v in config.to_dict().items() if k in named and not k.startswith("_")}
-    return {"architectures": [type(model).__name__]} | plain
-
-
-def require_finite(source: Source, rope: Rope) -> None:
-    """A NaN or infinity in q or k spoils every logit behind it: refuse it by name."""
-    projections = (f".{rope.family.q_proj}", f".{rope.family.k_proj}")
-    for name, tensor in source.tensors(lambda name: name.rpartition(".")[0].endswith(projections)):
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{source.path}: {name} has values that are not finite numbers: it is damaged")
+def copy_rest(source: Path, target: Path, besides: tuple[str, ...] = ()) -> None:
+    """Copy what travels with the weights; a model card speaks of the parent, and stays."""
+    for file in carried_files(source):
+        if file.name not in (PROVENANCE, MODELING, "README.md", *besides):
+            copyfile(file, target / file.name)
 
 
 def raise_tokenizer_limit(folder: Path, target: int) -> None:

@@ -181,9 +181,7 @@ def needle_accuracy(
 _Line = tuple[list[int], list[int], list[int]]  # the ids up to the value, of its digits, and after them
 
 
-def _draw_lines(
-    tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int
-) -> tuple[list[_Line], list[_Line]]:
+def _draw_lines(tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int) -> tuple[list[_Line], list[_Line]]:
     """`count` keys that differ, with values that differ: the lines that state them, and those that ask for them."""
     parts = []
     for key, value in zip(rng.sample(KEYS, count), rng.sample(range(10**DIGITS), count), strict=True):

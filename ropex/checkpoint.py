@@ -11,11 +11,12 @@ from typing import Any
 
 from ropex.config import Rope, read_json, rope_of
 from ropex.errors import CheckpointError, OptionError
+from ropex.hub import fetch, looks_like_hub_id
 from ropex.spec import RotarySpec, spec_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-RUN = "run.json"
+RUN, TRAINED = "run.json", "trained.safetensors"  # of a run of `ropex extend`: what it is, and what it trained
 NANO = "nano"
 _HEADER_LIMIT = 100 * 1024 * 1024  # safetensors' own limit on a header
 _BYTES = {
@@ -89,17 +90,30 @@ def split_method(argument: str) -> tuple[str, str | None, float | None]:
 
 
 def locate(path: str | Path) -> Path:
-    """The file or folder that an argument means; `nano` ships with ropex (a folder of that name is ./nano)."""
+    """The file or folder that an argument means. `nano` ships with ropex (a folder of that name is ./nano); `org/name`
+    that is not here is looked for on the Hugging Face Hub."""
     if path == NANO:
         return Path(str(files("ropex.demo"))) / NANO
     found = Path(path).expanduser()
-    if not found.exists():
-        raise CheckpointError(f"{path} does not exist: give a checkpoint folder, a .gguf file, or 'nano'")
-    return found
+    if found.exists():
+        return found
+    if looks_like_hub_id(str(path)):
+        return fetch(str(path))
+    raise CheckpointError(f"{path} does not exist: give a checkpoint folder, a .gguf file, a Hub id, or 'nano'")
 
 
 def is_gguf(path: Path) -> bool:
     return path.is_file() and path.suffix == ".gguf"
+
+
+def is_meta(path: Path) -> bool:
+    """True for Meta's own layout: params.json and consolidated.NN.pth."""
+    return (path / "params.json").is_file() and any(path.glob("consolidated.*.pth"))
+
+
+def is_pickled(path: Path) -> bool:
+    """True for a Hugging Face folder with weights in PyTorch's own files alone."""
+    return any(path.glob("pytorch_model*.bin")) and not any(path.glob("*.safetensors"))
 
 
 def is_run(path: Path) -> bool:
@@ -120,6 +134,8 @@ def run_source(run: Path) -> Path:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Read the headers of a folder and check them: every shard there and whole, every indexed tensor in its shard."""
     folder = locate(path)
+    if is_meta(folder):
+        raise CheckpointError(f"{path} is a folder of Meta's: make it one by `ropex convert {path} -o OUT --to rope`")
     if folder.is_file():
         raise CheckpointError(f"{path} is a file: give the checkpoint's folder (or a .gguf file)")
     config = read_json(folder / "config.json")
@@ -133,7 +149,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         tensors, metadata = read_header(folder / SINGLE)
         stray = tuple(sorted(p.name for p in folder.glob("*.safetensors") if p.name != SINGLE))
     else:
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}: it holds no safetensors weights")
+        raise CheckpointError(
+            f"{folder} has neither {SINGLE} nor {INDEX}: it holds no safetensors weights. PyTorch's own files become "
+            f"safetensors by `ropex convert {path} -o OUT --to rope`"
+        )
     if not tensors:
         raise CheckpointError(f"{folder} holds no tensors: download it again")
     return Checkpoint(folder, config, tensors, metadata, stray)

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ropex.checkpoint import RUN, Checkpoint, is_gguf, is_run, locate, open_checkpoint, run_source, split_method
+from ropex.checkpoint import (
+    RUN,
+    TRAINED,
+    Checkpoint,
+    is_gguf,
+    is_run,
+    locate,
+    open_checkpoint,
+    run_source,
+    split_method,
+)
 from ropex.config import ADAROPE, read_json, rope_of
 from ropex.errors import CheckpointError, OptionError, UnsupportedError
 from ropex.lora import merge_into
@@ -22,7 +32,6 @@ DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float16": torch.float16, "fp16": torch.float16,
 }  # fmt: skip
-TRAINED = "trained.safetensors"
 
 
 def load(
@@ -136,18 +145,39 @@ def load_checkpoint(
 def _load_gguf(path: Path, dtype: torch.dtype | None, attn: str | None) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM, GgufConfig
 
+    _refuse_lost_rope(path)
     with quiet(), redirect_stderr(StringIO()):  # its dequantising bar goes straight to stderr
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True),
                 dtype=dtype or torch.float32, attn_implementation=attn,
             )  # fmt: skip
-        except ImportError:
-            raise UnsupportedError("reading GGUF needs the gguf package: pip install 'ropex[gguf]'") from None
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} does not load as GGUF: {_first_line(error)}") from None
     rope_of(model.config.to_dict())
     return model
+
+
+def _refuse_lost_rope(path: Path) -> None:
+    """transformers reads neither per-pair factors nor scaling from a GGUF file: its model would turn otherwise."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise UnsupportedError("reading GGUF needs the gguf package: pip install 'ropex[gguf]'") from None
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
+        raise CheckpointError(f"{path} is not a whole GGUF file ({_first_line(error)}): download it again") from None
+    scaling = {key.split(".", 1)[1]: field.contents() for key, field in reader.fields.items() if ".rope.scal" in key}
+    scaled = scaling.get("rope.scaling.type", "linear") != "none" and (
+        scaling.get("rope.scaling.factor", scaling.get("rope.scale_linear", 1.0)) != 1.0
+    )
+    factors = any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors)
+    if factors or scaled or scaling.get("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise UnsupportedError(
+            f"{path} changes its frequencies in a way that transformers would drop: write it as a folder first, with "
+            f"`ropex convert {path} -o OUT --to rope`"
+        )
 
 
 def _load_run(path: Path, dtype: torch.dtype | None, attn: str | None) -> "PreTrainedModel":

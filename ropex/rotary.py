@@ -36,10 +36,15 @@ class AdaRotary(nn.Module):
         log_coef: float = 0.0,
         interleaved: bool = False,
         length: str = "position",
+        upcast: bool = False,
+        turn_scale: float = 1.0,
         device: torch.device | None = None,
     ) -> None:
+        """upcast: rotate q and k in float32 whatever their dtype, as some architectures do. turn_scale: a factor on the
+        query's turning channels alone, as transformers applies YaRN's where only a part of the head turns."""
         super().__init__()
         self.window, self.log_coef, self.interleaved, self.length = window, log_coef, interleaved, length
+        self.upcast, self.turn_scale = upcast, turn_scale
         float32: Any = {"dtype": torch.float32, "device": device}
         self.theta0 = nn.Buffer(torch.full((pairs,), torch.nan, **float32))  # NaN: a table that never came is loud
         self.delta = nn.Parameter(torch.zeros(kv_heads, pairs, **float32))
@@ -75,15 +80,18 @@ class AdaRotary(nn.Module):
         with torch.autocast(q.device.type, enabled=False):
             # Angles and their cosines in float32, cast once: 16-bit positions collapse neighbouring tokens.
             angles = position_ids[:, None, :, None].float() * self.theta()[:, None]
-            cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+            dtype = torch.float32 if self.upcast else q.dtype
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
             if cos.shape[1] > 1:  # query heads of a group share their key's rotation
                 groups = q.shape[1] // cos.shape[1]
                 q_cos, q_sin = cos.repeat_interleave(groups, 1), sin.repeat_interleave(groups, 1)
             else:
                 q_cos, q_sin = cos, sin
-            rotated = rotate(q, q_cos, q_sin, self.interleaved)
+            if self.turn_scale != 1:
+                q_cos, q_sin = q_cos * self.turn_scale, q_sin * self.turn_scale
+            rotated = rotate(q, q_cos, q_sin, self.interleaved).to(q.dtype)
             q = (rotated * self.scale(position_ids)[..., None]).to(q.dtype)
-            return q, rotate(k, cos, sin, self.interleaved)
+            return q, rotate(k, cos, sin, self.interleaved).to(k.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -142,15 +150,20 @@ def dispatch(apply_rotary_pos_emb: Any) -> Any:
     return apply
 
 
-def install(model: Any, attention: str, make: Any) -> list[AdaRotary]:
-    """Give every layer of class name `attention` the AdaRotary that make(layer) returns; return them in layer order.
+def install(model: Any, attention: str, numbers: Any, make: Any) -> list[AdaRotary]:
+    """Give the layers of class name `attention` with these numbers the AdaRotary that make(layer) returns; return them
+    in layer order.
 
     The layer's own modeling file gets a dispatching apply_rotary_pos_emb, once a process. No attention is rewritten.
     """
-    layers: list[Any] = [m for m in model.modules() if type(m).__name__ == attention]
+    wanted = set(numbers)
+    layers: list[Any] = [m for m in model.modules() if type(m).__name__ == attention and m.layer_idx in wanted]
     rotaries = []
     for layer in layers:
         layer.adarope = make(layer)
+        if hasattr(layer, "rotary_ndims") and hasattr(layer, "head_dim"):
+            # Such a layer hands over the turning channels alone, and the scale is for the whole query.
+            layer.rotary_ndims = layer.head_dim
         layer.register_forward_pre_hook(hand_over, with_kwargs=True)
         rotaries.append(layer.adarope)
         modeling: Any = sys.modules[type(layer).__module__]

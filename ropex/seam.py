@@ -30,23 +30,27 @@ def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
     rope = rope_of_model(model)
     if rotaries(model):
         raise UnsupportedError("this model is converted already: load the parent checkpoint, or continue this one")
-    fresh = spec.fresh(rope)
+    layers = spec.layers(rope)
+    fresh = {id(own): spec.fresh(own) for own in layers.values()}
     first: AdaRotary | None = None
 
     def make(layer: torch.nn.Module) -> AdaRotary:
         nonlocal first
+        values = fresh[id(layers[layer.layer_idx])]  # type: ignore[index]
         rotary = AdaRotary(
             rope.pairs,
-            len(fresh["tau"]),
-            len(fresh["delta"]),
+            len(values["tau"]),
+            len(values["delta"]),
             spec.window,
             log_coef=spec.log_coef,
-            interleaved=rope.family.pairing == "interleaved",
+            interleaved=spec.pairing == "interleaved",
             length=spec.length,
+            upcast=rope.family.float32,
+            turn_scale=spec.turn_scale(rope),
             device=next(layer.parameters()).device,
         )
         with torch.no_grad():
-            for name, value in fresh.items():
+            for name, value in values.items():
                 getattr(rotary, name).copy_(value)
         rotary.delta.requires_grad_(spec.learned and spec.ada_freq)
         rotary.tau.requires_grad_(spec.learned and spec.ada_scale)
@@ -56,10 +60,11 @@ def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
             rotary.delta, rotary.tau, rotary.gamma = first.delta, first.tau, first.gamma
         return rotary
 
-    made = install(model, rope.family.attention, make)
-    if len(made) != rope.layers:
+    made = install(model, rope.family.attention, layers, make)
+    if len(made) != len(layers):
         raise UnsupportedError(
-            f"{type(model).__name__} has {len(made)} {rope.family.attention} layers where its config says {rope.layers}"
+            f"{type(model).__name__} has {len(made)} {rope.family.attention} layers that turn where its config says "
+            f"{len(layers)}"
         )
     model.ropex_spec = spec  # type: ignore[assignment]
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]

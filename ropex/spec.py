@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ropex.config import ADAROPE, Rope, backbone_type, rope_of
 from ropex.errors import CheckpointError, OptionError
-from ropex.tables import METHODS, Table, method, resolve_params, table
+from ropex.families import Pairing
+from ropex.tables import METHODS, Table, method, resolve_params, table, two_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +23,8 @@ class RotarySpec:
     factor: how far beyond the window. window: L_ref (and RoPE-ID's L_train), tokens. target: tokens claimed.
     params: the tunables of the method or of init. ada_freq, ada_scale: which parts are trained.
     share_heads: one table and one scale for the whole model. length: what L is in the scale.
+    pairing: which channels turn together in the converted weights.
+    sliding: layers of sliding-window attention that have a table of their own are converted too.
     """
 
     method: str
@@ -34,6 +37,8 @@ class RotarySpec:
     ada_scale: bool = True
     share_heads: bool = False
     length: Length = "position"
+    pairing: Pairing = "half-split"
+    sliding: bool = False
 
     @property
     def table_method(self) -> str:
@@ -57,11 +62,18 @@ class RotarySpec:
     @property
     def identity(self) -> bool:
         """True when a fresh conversion must give the parent's logits."""
-        return self.table_method == "rope"
+        return self.table_method == "rope" and self.params.get("table") is None
 
     def table(self, rope: Rope) -> Table:
         """The base table theta0 [F] with its attention factor and scale."""
         return table(self.table_method, rope, self.params)
+
+    def layers(self, rope: Rope) -> dict[int, Rope]:
+        """The layers that are converted, in order, each with the rope that turns it."""
+        found = dict.fromkeys(rope.turning, rope)
+        if self.sliding and rope.local is not None:
+            found |= dict.fromkeys(rope.local.turning, rope.local)
+        return dict(sorted(found.items()))
 
     def fresh(self, rope: Rope) -> "dict[str, torch.Tensor]":
         """One layer's rotary tensors right after conversion, float32: theta0 [F], delta [Hkv, F], tau and gamma [Hq]
@@ -73,9 +85,13 @@ class RotarySpec:
         return {
             "theta0": found.theta,
             "delta": torch.zeros(kvs, rope.pairs),
-            "tau": torch.full((queries,), 1.0 / found.attention_factor**2),
+            "tau": torch.full((queries,), self.turn_scale(rope) / found.attention_factor**2),
             "gamma": torch.zeros(queries),
         }
+
+    def turn_scale(self, rope: Rope) -> float:
+        """m^2 where only a part of the head turns: transformers then scales that part alone. Else 1: tau has it."""
+        return 1.0 if rope.rotary_dim == rope.head_dim else self.table(rope).attention_factor ** 2
 
     def block(self) -> dict[str, Any]:
         """What config.json keeps under our key."""
@@ -94,9 +110,16 @@ def make_spec(
     ada_scale: bool = True,
     share_heads: bool = False,
     length: Length = "position",
+    pairing: Pairing | None = None,
+    sliding: bool = False,
 ) -> RotarySpec:
-    """Resolve what the user asked for against a checkpoint. factor and target (tokens) determine each other."""
+    """Resolve what the user asked for against a checkpoint. factor and target (tokens) determine each other.
+    pairing: of the converted weights; the checkpoint's own unless given. sliding: see RotarySpec."""
     method(name)
+    if sliding and rope.local is None:
+        raise OptionError("--sliding-layers: no layer of this checkpoint has a table for sliding attention alone")
+    if sliding and share_heads:
+        raise OptionError("--share-heads makes one table of all, and sliding layers have one of their own: give one")
     if init is not None and name != ADAROPE:
         raise OptionError(f"--init is for adarope, which starts from another method's table; '{name}' is a table")
     if init is not None and (init == ADAROPE or init not in METHODS):
@@ -113,9 +136,21 @@ def make_spec(
     if factor is None:
         factor = target / window if target is not None else 1.0
     start = (init or "rope") if name == ADAROPE else name
+    params = dict(params or {})
     if name == ADAROPE and start == "rope":
-        _require_one_table(rope)
-    resolved = resolve_params(start, rope, factor, params or {})
+        if rope.rope_type == "dynamic":
+            raise OptionError(
+                "the checkpoint's 'dynamic' changes its table with every length, and a head has one table: start from "
+                "a checkpoint whose table stays"
+            )
+        if two_lengths(rope):  # a head has one table at every length: the one for long inputs, unless asked
+            params.setdefault("table", "long")
+    pairing = pairing or rope.pairing
+    if rope.local is not None and pairing != rope.family.pairing and not sliding:
+        if start != "rope":
+            raise OptionError(f"in {pairing} pairing every layer is converted: give --sliding-layers with '{start}'")
+        sliding = True
+    resolved = resolve_params(start, rope, factor, params)
     spec = RotarySpec(
         name,
         window,
@@ -127,24 +162,14 @@ def make_spec(
         ada_scale,
         share_heads,
         length,
+        pairing,
+        sliding,
     )
     if start in ("pi", "ntk", "yarn", "llama3") and factor == 1:
         raise OptionError(
             f"'{start}' stretches by a factor: give a factor (--factor 2, or PATH@{start}:2) or --target (such as 16k)"
         )
     return spec
-
-
-def _require_one_table(rope: Rope) -> None:
-    """A head has one table at every length; a parent that switches tables with the length cannot be its start."""
-    switches = rope.rope_type == "dynamic" or (
-        rope.rope_type == "longrope" and rope.scaling.get("short_factor") != rope.scaling.get("long_factor")
-    )
-    if switches:
-        raise OptionError(
-            f"the checkpoint's '{rope.rope_type}' changes its table with the length, and a head has one table: "
-            "start from a checkpoint whose table stays"
-        )
 
 
 def spec_of(config: dict[str, Any]) -> RotarySpec | None:

@@ -52,7 +52,11 @@ class Method:
 
 
 def _rope(rope: Rope, params: Params) -> RopeParameters:
-    return {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta, **rope.scaling}
+    block = {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta, **rope.scaling}
+    if params.get("table") is None:
+        return block
+    factors = rope.scaling[f"{params['table']}_factor"]  # one of the parent's two tables, at every length
+    return block | {"short_factor": factors, "long_factor": factors}
 
 
 def _pi(rope: Rope, params: Params) -> RopeParameters:
@@ -77,6 +81,13 @@ def _yarn(rope: Rope, params: Params) -> RopeParameters:
 
 
 def _llama3(rope: Rope, params: Params) -> RopeParameters:
+    slowest = 2 * math.pi * rope.rope_theta ** (1 - 2 / rope.rotary_dim)  # tokens a turn
+    least = rope.window / params["high_freq_factor"]
+    if slowest < least:
+        raise OptionError(
+            f"llama3 stretches pairs that take more than window/high_freq_factor = {least:g} tokens a turn, and the "
+            f"slowest here takes {slowest:.0f}, so nothing would change: choose another method"
+        )
     return {
         "rope_type": "llama3",
         "rope_theta": rope.rope_theta,
@@ -108,7 +119,9 @@ def _longrope(rope: Rope, params: Params) -> RopeParameters:
 
 
 def _partial(rope: Rope) -> RopeParameters:
-    return {} if rope.rotary_dim == rope.head_dim else {"partial_rotary_factor": rope.rotary_dim / rope.head_dim}
+    if "partial_rotary_factor" in rope.scaling and rope.rope_type != "proportional":
+        return {"partial_rotary_factor": rope.scaling["partial_rotary_factor"]}
+    return {}
 
 
 # --- our own tables, which transformers' `proportional` type can spell -----------------------------------------------
@@ -125,14 +138,54 @@ def _ladder(rungs: int, window: int) -> "torch.Tensor":
 
 def _ladder_stock(rope: Rope, rungs: int, window: int) -> RopeParameters:
     """`proportional` gives base^(-2f/D)/factor: with these three numbers, the ladder's rungs."""
+    if _code_slices(rope):
+        return longrope_block(_zeros_after(_ladder(rungs, window), rope.pairs), rope)
     base = (window / 64) ** (rope.head_dim / max(2 * rungs - 2, 1))
     return _proportional(rope, rungs, base) | {"factor": 32 / (2 * math.pi)}
 
 
+def _first_pairs_stock(rope: Rope, kept: int) -> RopeParameters:
+    """The first `kept` pairs as they are, the rest at rest."""
+    if _code_slices(rope):
+        return longrope_block(_zeros_after(_base_table(rope)[:kept], rope.pairs), rope)
+    return _proportional(rope, kept, rope.rope_theta)
+
+
+def _code_slices(rope: Rope) -> bool:
+    """Does the modeling code cut the turning channels out by partial_rotary_factor? Then `proportional`, which has
+    another use for that number, cannot be said to it, and longrope factors say the same."""
+    return rope.family.partial is not None or rope.rotary_dim != rope.head_dim
+
+
 def _proportional(rope: Rope, rungs: int, base: float) -> RopeParameters:
-    if rope.rotary_dim != rope.head_dim:
-        raise OptionError("this method has no stock spelling where only a part of the head rotates")
     return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": 2 * rungs / rope.head_dim}
+
+
+def longrope_block(
+    theta: "torch.Tensor", rope: Rope, attention_factor: float = 1.0, factor: float = 1.0
+) -> RopeParameters:
+    """Any table [F] as longrope factors: base^(-2f/R) / factor = theta; a pair at rest gets a huge factor.
+
+    Each factor is the float32 whose table entry is nearest to theta, so the stock model turns by the same angles.
+    """
+    import torch
+
+    powers = _powers(rope.rope_theta, rope.rotary_dim)
+    guess = torch.where(theta > 0, 1.0 / (theta * powers), 1e30)
+    up, down = guess.nextafter(guess + torch.inf), guess.nextafter(guess - torch.inf)
+    candidates = torch.stack((guess, up, down, up.nextafter(up + torch.inf), down.nextafter(down - torch.inf)))
+    error = (1.0 / (candidates * powers) - theta).abs()
+    factors = candidates.gather(0, error.argmin(0, keepdim=True))[0].tolist()
+    return {
+        "rope_type": "longrope",
+        "rope_theta": rope.rope_theta,
+        "factor": max(factor, 1.0),
+        "long_factor": factors,
+        "short_factor": factors,
+        "attention_factor": attention_factor,
+        "original_max_position_embeddings": rope.window,
+        **_partial(rope),
+    }
 
 
 def _zeros_after(table: "torch.Tensor", pairs: int) -> "torch.Tensor":
@@ -143,9 +196,14 @@ def _zeros_after(table: "torch.Tensor", pairs: int) -> "torch.Tensor":
 
 def _base_table(rope: Rope) -> "torch.Tensor":
     """base^(-2f/R) [F]."""
+    return 1.0 / _powers(rope.rope_theta, rope.rotary_dim)
+
+
+def _powers(base: float, rotary_dim: int) -> "torch.Tensor":
+    """base^(2f/R) [F]."""
     import torch
 
-    return 1.0 / rope.rope_theta ** (torch.arange(0, rope.rotary_dim, 2).float() / rope.rotary_dim)
+    return base ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
 
 
 def _train_length(rope: Rope, params: Params) -> int:
@@ -164,15 +222,15 @@ def _half(rope: Rope) -> int:
 
 
 def _kept(rope: Rope, fraction: float) -> int:
-    if not 0 <= fraction <= 1:
-        raise OptionError(f"fraction is {fraction:g}: give a number from 0 to 1")
+    if not 0 <= fraction < 1:
+        raise OptionError(f"fraction is {fraction:g}: give a number from 0 to below 1, where nothing would change")
     return int(rope.pairs * fraction)
 
 
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
-        Method("rope", "the checkpoint's own table, as it is", _rope),
+        Method("rope", "the checkpoint's own table, as it is", _rope, params={"table": None}),
         Method("pi", "position interpolation: every frequency divided by factor", _pi),
         Method("ntk", "NTK-aware: a larger base, so slow pairs stretch most", _ntk),
         Method(
@@ -210,7 +268,7 @@ METHODS: dict[str, Method] = {
         Method(
             "half-rope",
             "the faster half of the pairs as they are, the slower half not rotated",
-            lambda rope, p: _proportional(rope, _half(rope), rope.rope_theta),
+            lambda rope, p: _first_pairs_stock(rope, _half(rope)),
             lambda rope, p: _zeros_after(_base_table(rope)[: _half(rope)], rope.pairs),
             heals=True,
         ),
@@ -226,14 +284,14 @@ METHODS: dict[str, Method] = {
         Method(
             "nope",
             "no rotation at all",
-            lambda rope, p: _proportional(rope, 0, rope.rope_theta),
+            lambda rope, p: _first_pairs_stock(rope, 0),
             lambda rope, p: _zeros_after(_base_table(rope)[:0], rope.pairs),
             heals=True,
         ),
         Method(
             "p-rope",
             "a top fraction of the pairs as they are, the rest not rotated",
-            lambda rope, p: _proportional(rope, _kept(rope, p["fraction"]), rope.rope_theta),
+            lambda rope, p: _first_pairs_stock(rope, _kept(rope, p["fraction"])),
             lambda rope, p: _zeros_after(_base_table(rope)[: _kept(rope, p["fraction"])], rope.pairs),
             params={"fraction": 0.75},
             heals=True,
@@ -257,6 +315,8 @@ def resolve_params(name: str, rope: Rope, factor: float, given: Params) -> dict[
         if key not in known:
             names = ", ".join(known) or "none"
             raise OptionError(f"'{name}' has no parameter '{key}' (it has: {names})")
+        if key != "table" and not isinstance(given[key], int | float | list | tuple | None):
+            raise OptionError(f"{key} is {given[key]!r}: give a number, or a .json file with a list of them")
     if factor < 1 or not math.isfinite(factor):
         raise OptionError(f"factor is {factor:g}: an extension has a factor of 1 or more")
     if name != "rope" and rope.rope_type not in ("default", "yarn"):
@@ -264,7 +324,15 @@ def resolve_params(name: str, rope: Rope, factor: float, given: Params) -> dict[
             f"the checkpoint was trained with rope type '{rope.rope_type}', and '{name}' would discard that: "
             "only --to adarope --init rope keeps its table"
         )
-    return {"factor": factor, **known, **given}
+    resolved = {"factor": factor, **known, **given}
+    if resolved.get("table") is not None and (not two_lengths(rope) or resolved["table"] not in ("short", "long")):
+        raise OptionError("table is short or long, for a longrope checkpoint that has two: leave --set table out")
+    return resolved
+
+
+def two_lengths(rope: Rope) -> bool:
+    """Does the checkpoint change between two longrope tables with the length of its input?"""
+    return rope.rope_type == "longrope" and rope.scaling["short_factor"] != rope.scaling["long_factor"]
 
 
 def table(name: str, rope: Rope, params: Params) -> Table:
@@ -280,13 +348,13 @@ def table(name: str, rope: Rope, params: Params) -> Table:
 def stock_table(rope: Rope, rope_parameters: RopeParameters) -> Table:
     """What transformers itself computes from a rope_parameters block, for the longest context of that block."""
     import torch
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = rope_parameters["rope_type"]
     if rope_type == "default":
-        dim = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float) / rope.rotary_dim
-        return Table(1.0 / (rope_parameters["rope_theta"] ** dim))
+        return Table(1.0 / _powers(rope_parameters["rope_theta"], rope.rotary_dim))
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     if rope_type not in ROPE_INIT_FUNCTIONS:
         raise OptionError(f"rope type '{rope_type}' is not one that transformers knows")
     carrier = LlamaConfig(

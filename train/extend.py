@@ -275,7 +275,7 @@ def _check_space(place: Path, model: "PreTrainedModel", settings: Settings) -> N
     rope = rope_of_model(model)
     kv = rope.kv_heads * rope.head_dim
     lora = rope.layers * settings.lora_r * (2 * model.config.hidden_size + rope.heads * rope.head_dim + kv)
-    rotary = rope.layers * (rope.kv_heads * rope.pairs + 2 * rope.heads)
+    rotary = rope.layers * (rope.kv_heads * rope.pairs + 2 * rope.heads)  # at most
     numbers = rotary + (lora if settings.stages[-1].lora else 0)
     runfolder.check_space(place, numbers * 4 * 3 * (KEPT_CHECKPOINTS + 1) * len(settings.stages))
 

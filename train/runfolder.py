@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ropex.checkpoint import RUN, is_run, locate
+from ropex.checkpoint import RUN, TRAINED, is_run, locate
 from ropex.config import read_json
 from ropex.errors import OutputError
-from ropex.loading import TRAINED
 from ropex.train import atomic
 from ropex.train.report import size
 from ropex.train.stages import STRATEGIES, Stage

@@ -47,8 +47,7 @@ def choose(model: "PreTrainedModel", stage: Stage, ada_freq: bool, ada_scale: bo
 
 def lora_targets(model: "PreTrainedModel") -> list[str]:
     """Names of the projections that rotation acts on, as the family calls them."""
-    family = rope_of_model(model).family
-    return [family.q_proj, family.k_proj]
+    return list(rope_of_model(model).family.projections)
 
 
 def add_lora(model: "PreTrainedModel", r: int, alpha: int, seed: int) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from ropex.checkpoint import TRAINED
 from ropex.errors import CheckpointError, OutputError, RopexError
-from ropex.loading import TRAINED
 from ropex.train import atomic
 from ropex.train.loss import batch_loss
 from ropex.train.settings import Settings

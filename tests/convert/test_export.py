@@ -148,13 +148,12 @@ def test_a_learned_shared_table_exports_as_longrope_factors(run, tmp_path, token
 
 
 def test_pairs_that_do_not_rotate_survive_as_longrope_factors(model):
-    from ropex.convert.export import longrope_block
-    from ropex.tables import stock_table
+    from ropex.tables import longrope_block, stock_table
 
     rope = rope_of_model(model)
     spec = make_spec("rope-id", rope)
     theta = spec.table(rope).theta
-    block = longrope_block(theta, rope, spec, 1.0)
+    block = longrope_block(theta, rope)
     got = stock_table(rope, block).theta
     assert (got[:4] - theta[:4]).abs().max() <= 1.2e-7 * theta[0] and got[4:].max() < 1e-25
 

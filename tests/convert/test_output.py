@@ -94,12 +94,12 @@ def test_killed_while_writing_it_leaves_no_target_and_the_next_run_succeeds(fold
     script = textwrap.dedent(f"""
         import sys, time
         import ropex.convert.convert as c
-        copy = c._copy_weights
+        copy = c._write
         def slow(*args):
             copy(*args)
             print("writing", flush=True)
             time.sleep(60)
-        c._copy_weights = slow
+        c._write = slow
         from ropex.cli import main
         sys.argv = ["ropex", "convert", {str(folder)!r}, "-o", {str(out)!r}, "--to", "adarope"]
         main()
