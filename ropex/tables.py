@@ -352,18 +352,18 @@ def stock_table(rope: Rope, rope_parameters: RopeParameters) -> Table:
     rope_type = rope_parameters["rope_type"]
     if rope_type == "default":
         return Table(1.0 / _powers(rope_parameters["rope_theta"], rope.rotary_dim))
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
     if rope_type not in ROPE_INIT_FUNCTIONS:
         raise OptionError(f"rope type '{rope_type}' is not one that transformers knows")
-    carrier = LlamaConfig(
-        hidden_size=rope.head_dim,
-        num_attention_heads=1,
-        head_dim=rope.head_dim,
-        max_position_embeddings=rope.max_position_embeddings,
-        rope_parameters=dict(rope_parameters),
-    )
+
+    class Carrier(RotaryEmbeddingConfigMixin):  # what the functions read of a config, without a model's own
+        hidden_size = head_dim = rope.head_dim
+        num_attention_heads = 1
+        max_position_embeddings = rope.max_position_embeddings
+
+    carrier: Any = Carrier()
+    carrier.rope_parameters = dict(rope_parameters)
     # longrope keeps a short table for windows it never left; an extension uses the long one at every length.
     longest = rope.max_position_embeddings + 1 if rope_type == "longrope" else None
     theta, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](carrier, torch.device("cpu"), seq_len=longest)
