@@ -4,7 +4,7 @@
 
 Makes a synthetic Llama checkpoint of 8 shards (and one of a quarter of the size, for memory) in DIR, then takes turns:
 `cp -r`, copying conversions, a permutation of all q and k, --link, inspect. Each is followed by `sync`; medians are
-printed. mergekit's pass-through copy is timed beside them where mergekit is installed.
+printed.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; needs 3 times the size")
     parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--mergekit", type=Path, help="a mergekit-yaml to time beside (it wants an older transformers)")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
@@ -115,10 +115,10 @@ def main() -> None:
         "convert --to yarn, a quarter of the size": ([*convert, str(small), "--to", "yarn", "--factor", "2"], out),
         "convert --pairing, a quarter of the size": ([*convert, str(small), "--pairing", "interleaved"], out),
     }  # fmt: skip
-    if find_spec("mergekit"):
+    if args.mergekit:
         recipe = args.folder / "passthrough.yml"
         recipe.write_text(f"merge_method: passthrough\nmodels: [{{model: {big}}}]\ndtype: bfloat16\n")
-        run = [str(Path(sys.executable).parent / "mergekit-yaml"), str(recipe), str(out), "--lazy-unpickle"]
+        run = [str(args.mergekit), str(recipe), str(out), "--lazy-unpickle"]
         commands["mergekit passthrough"] = (run, out)
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for _ in range(args.repeats):
