@@ -5,27 +5,38 @@ from typing import Annotated
 
 import typer
 
-from ropex.cli.common import fail, length, print_json, stdout
+from ropex.cli.common import fail, length, print_json, settings, stdout
 
 
 def extend(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint folder, a .gguf file, or 'nano'.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint folder, a .gguf file, a Hub id, a run, or 'nano'.")
+    ],
     out: Annotated[Path, typer.Option("-o", "--out", help="The run's folder.")],
     target: Annotated[str, typer.Option(help="The window wanted, such as 16k.")],
     data: Annotated[
         list[str], typer.Option(help=".txt, .md, .jsonl, .parquet, a folder, or a Hub dataset; may be repeated.")
     ],
-    strategy: Annotated[str, typer.Option(help="warmup-joint, or warmup alone.")] = "warmup-joint",
+    strategy: Annotated[
+        str, typer.Option(help="What is trained when: warmup-joint, warmup-lora, warmup, joint, lora or full.")
+    ] = "warmup-joint",
+    to: Annotated[
+        str, typer.Option(help="The method that an unconverted SRC gets; all but adarope train LoRA or full.")
+    ] = "adarope",
+    tunables: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A tunable of the method; may be repeated.")
+    ] = None,
     window: Annotated[
         str | None, typer.Option(help="Tokens a training window; below the target, positions skip. [default: target]")
     ] = None,
-    steps_warmup: Annotated[int, typer.Option(help="Steps of stage 1: rotary parameters alone.")] = 40,
-    steps_joint: Annotated[int, typer.Option(help="Steps of stage 2: rotary parameters and LoRA.")] = 60,
+    steps_warmup: Annotated[int, typer.Option(help="Steps of the warm-up: rotary parameters alone.")] = 40,
+    steps_joint: Annotated[int, typer.Option(help="Steps of the stage after it, or of the only one.")] = 60,
     batch_size: Annotated[int, typer.Option(help="Windows a forward pass.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Forward passes a step.")] = 1,
     lr_freq: Annotated[float, typer.Option(help="Learning rate of delta (frequencies).")] = 1e-3,
     lr_scale: Annotated[float, typer.Option(help="Learning rate of tau and gamma (scale).")] = 1e-2,
     lr_lora: Annotated[float, typer.Option(help="Learning rate of LoRA.")] = 2e-4,
+    lr_full: Annotated[float, typer.Option(help="Learning rate of all weights, with --strategy full.")] = 5e-5,
     init: Annotated[str, typer.Option(help="The method that the heads start from.")] = "yarn",
     no_adafreq: Annotated[bool, typer.Option("--no-adafreq", help="Leave the frequencies as they start.")] = False,
     no_adascale: Annotated[bool, typer.Option("--no-adascale", help="Leave the attention scale as it starts.")] = False,
@@ -45,6 +56,7 @@ def extend(
     [bold]Examples[/bold]
       ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048
       ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048 --resume
+      ropex extend ./SmolLM2-135M -o healed --target 16k --data books/ --to rope-id --strategy full --dtype float32
     """
     tokens, pieces = length(target), length(window) if window else None
     from ropex.train.extend import extend as run
@@ -63,6 +75,9 @@ def extend(
         lr_freq=lr_freq,
         lr_scale=lr_scale,
         lr_lora=lr_lora,
+        lr_full=lr_full,
+        to=to,
+        params=settings(tunables or []) or None,
         init=init,
         ada_freq=not no_adafreq,
         ada_scale=not no_adascale,

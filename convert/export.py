@@ -29,13 +29,15 @@ Tensors = dict[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Trained:
-    """What is exported: a source, the spec, the rotary tensors of every layer, and LoRA as {module: [(A, B, scale)]}:
-    one entry a run, where a run was trained on another."""
+    """What is exported: a source, the spec, the rotary tensors of every layer, LoRA as {module: [(A, B, scale)]}, one
+    entry a run where a run was trained on another, and whole weights that take the place of the source's, with the
+    LoRA that came before them gone into them."""
 
     source: Source
     spec: RotarySpec | None
     rotary: Tensors
     lora: dict[str, list[tuple["torch.Tensor", "torch.Tensor", float]]]
+    weights: Tensors
 
 
 def export(
@@ -68,7 +70,7 @@ def export(
     cast = _torch_dtype(dtype)
     rope = rope_of(src.config)
     plan = _plan(trained, rope, bake_length, scale)
-    written: dict[str, int] = {"parameters": 0, "merged": 0}
+    written: dict[str, int] = {"parameters": 0, "merged": 0, "replaced": 0}
     config = dict(plan.config)
     if cast is not None:
         config = {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": str(cast).split(".")[-1]}
@@ -88,6 +90,11 @@ def export(
             write_json(staging / "config.json", config)
         if written["merged"] != len(trained.lora):
             raise CheckpointError(f"{run} holds LoRA for layers that {src.path} does not have")
+        if written["replaced"] != len(trained.weights):
+            raise UnsupportedError(
+                f"{run} trained weights that {src.path} stores under other names (experts one by one, say): "
+                "these cannot be exported"
+            )
         write_manifest(staging, "export", str(run), {}, **facts)
     return {
         "out": str(out),
@@ -121,20 +128,20 @@ def open_trained(path: str | Path) -> Trained:
     found = locate(path)
     if not is_run(found):
         source = open_source(found)
-        return Trained(source, spec_of(source.config), source.rotary(), {})
+        return Trained(source, spec_of(source.config), source.rotary(), {}, {})
     run = read_json(found / RUN)
     if not (found / TRAINED).exists():
         raise CheckpointError(f"{path} is a run that has not finished: continue it with `ropex extend --resume`")
-    rotary, lora = split_trained(load_file(found / TRAINED))
+    rotary, lora, weights = split_trained(load_file(found / TRAINED))
     parent, spec = open_trained(run_source(found)), RotarySpec(**run["spec"])
     belong = 4 * len(spec.layers(rope_of(parent.source.config)))
     if len(rotary) != belong:
         raise CheckpointError(f"{path} holds {len(rotary)} rotary tensors where {belong} belong: it is incomplete")
     scale = run["lora"]["alpha"] / run["lora"]["r"] if run.get("lora") else 1.0
-    merged = {module: list(pairs) for module, pairs in parent.lora.items()}
+    merged = {module: list(pairs) for module, pairs in parent.lora.items() if f"{module}.weight" not in weights}
     for module, (a, b) in lora_pairs(lora).items():
         merged.setdefault(module, []).append((a, b, scale))
-    return Trained(parent.source, spec, rotary, merged)
+    return Trained(parent.source, spec, rotary, merged, parent.weights | weights)
 
 
 @dataclass(frozen=True)
@@ -236,7 +243,8 @@ def _merged_tensors(
 
     for name, tensor in trained.source.tensors(every):
         module, _, kind = name.rpartition(".")
-        out = tensor
+        out = trained.weights.get(name, tensor)
+        written["replaced"] += name in trained.weights
         if module in trained.lora and kind == "weight":
             for a, b, scale in trained.lora[module]:
                 out = merged(out, a, b, scale)

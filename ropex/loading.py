@@ -21,7 +21,7 @@ from ropex.checkpoint import (
 )
 from ropex.config import ADAROPE, read_json, rope_of
 from ropex.errors import CheckpointError, OptionError, UnsupportedError
-from ropex.lora import merge_into
+from ropex.lora import LORA_A, LORA_B, merge_into
 from ropex.seam import ROTARY_TENSORS, attach, load_rotary_state
 from ropex.spec import RotarySpec, make_spec
 
@@ -32,6 +32,9 @@ DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float16": torch.float16, "fp16": torch.float16,
 }  # fmt: skip
+
+
+Tensors = dict[str, torch.Tensor]
 
 
 def load(
@@ -192,18 +195,30 @@ def _load_run(path: Path, dtype: torch.dtype | None, attn: str | None) -> "PreTr
         tensors = load_file(path / TRAINED)
     except SafetensorError as error:
         raise CheckpointError(f"{path / TRAINED} is damaged: {error}") from None
-    rotary, lora = split_trained(tensors)
+    rotary, lora, weights = split_trained(tensors)
     if not hasattr(model, "ropex_spec"):
         attach(model, RotarySpec(**run["spec"]))
     load_rotary_state(model, rotary, str(path / TRAINED))
+    set_weights(model, weights, str(path / TRAINED))
     merge_into(model, lora, run["lora"]["alpha"] / run["lora"]["r"] if lora else 1.0)
     return model
 
 
-def split_trained(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What a run trained: (rotary tensors, LoRA matrices), by name."""
+@torch.no_grad()
+def set_weights(model: "PreTrainedModel", weights: Tensors, where: str) -> None:
+    """Copy whole weights that a run trained into the model that they belong to."""
+    places = dict(model.named_parameters())
+    for name, value in weights.items():
+        if name not in places or places[name].shape != value.shape:
+            raise CheckpointError(f"{where} holds {name} {list(value.shape)}, which the model does not have")
+        places[name].copy_(value)
+
+
+def split_trained(tensors: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors, Tensors]:
+    """What a run trained, by name: (rotary tensors, LoRA matrices, whole weights)."""
     rotary = {n: t for n, t in tensors.items() if n.rpartition(".")[2] in ROTARY_TENSORS}
-    return rotary, {n: t for n, t in tensors.items() if n not in rotary}
+    lora = {n: t for n, t in tensors.items() if n.endswith((LORA_A, LORA_B))}
+    return rotary, lora, {n: t for n, t in tensors.items() if n not in rotary and n not in lora}
 
 
 def _first_line(error: BaseException) -> str:

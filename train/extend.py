@@ -2,13 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ropex.config import ADAROPE
 from ropex.errors import OptionError, RopexError, UnsupportedError
 from ropex.loading import as_dtype, load, load_tokenizer, quiet
 from ropex.seam import attach, rope_of_model
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
 
-_OF_THE_SOURCE = ("init", "ada_freq", "ada_scale", "share_heads")  # a converted checkpoint decides these itself
+_OF_THE_SOURCE = ("to", "init", "ada_freq", "ada_scale", "share_heads")  # a converted checkpoint decides these itself
 _PROBE_TOKENS = 256  # enough for every tensor to get a gradient, and short beside any real window
 
 
@@ -57,9 +58,12 @@ def extend(
     lr_freq: float = 1e-3,
     lr_scale: float = 1e-2,
     lr_lora: float = 2e-4,
+    lr_full: float = 5e-5,
     lora_r: int = 16,
     lora_alpha: int = 16,
+    to: str = "adarope",
     init: str = "yarn",
+    params: Mapping[str, Any] | None = None,
     ada_freq: bool = True,
     ada_scale: bool = True,
     share_heads: bool = False,
@@ -73,7 +77,8 @@ def extend(
 ) -> dict[str, Any]:
     """Train `src` for a context of `target` tokens on `data`, into the run folder `out`.
 
-    src: whatever ropex.load takes; one that is not converted becomes adarope, starting from `init`. data: .txt, .md,
+    src: whatever ropex.load takes; one that is not converted gets the method `to`, adarope starting from `init`, with
+    the tunables `params`. data: .txt, .md,
     .jsonl and .parquet files, folders of them, Hub datasets (owner/name[:split]). window: tokens a sample; below the
     target its positions jump. The other values are those of Settings. resume: continue a run of the same settings.
 
@@ -84,7 +89,7 @@ def extend(
     asked = Settings(
         target=target, strategy=strategy, window=window, steps_warmup=steps_warmup, steps_joint=steps_joint,
         batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale, lr_lora=lr_lora,
-        lora_r=lora_r, lora_alpha=lora_alpha, init=init, ada_freq=ada_freq, ada_scale=ada_scale,
+        lr_full=lr_full, lora_r=lora_r, lora_alpha=lora_alpha, to=to, init=init, ada_freq=ada_freq, ada_scale=ada_scale,
         share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps, grad_ckpt=grad_ckpt,
     )  # fmt: skip
     check(asked)
@@ -108,7 +113,7 @@ def extend(
         report.say(f"{place} does not exist yet: starting from the beginning")
     sources(data)  # a missing file should not wait for the model to load
 
-    model, settings, spec = _model(source, asked)
+    model, settings, spec = _model(source, asked, params)
     report.say("reading the training text")
     corpus = tokenise(data, load_tokenizer(source), settings.sample_tokens, model.config.vocab_size)
     _say_corpus(report, corpus, settings)
@@ -145,20 +150,23 @@ def extend(
     return _summary(place, run, finished)
 
 
-def _model(source: str, asked: Settings) -> tuple["PreTrainedModel", Settings, RotarySpec]:
+def _model(
+    source: str, asked: Settings, params: Mapping[str, Any] | None
+) -> tuple["PreTrainedModel", Settings, RotarySpec]:
     """The converted model, the resolved settings, and the spec."""
     model = load(source, asked.dtype)
     spec: RotarySpec | None = getattr(model, "ropex_spec", None)
     if spec is None:
         if asked.target is None:
             raise OptionError("the checkpoint is not converted yet: give the target, such as --target 16k")
+        ada = asked.to == ADAROPE
         spec = make_spec(
-            "adarope", rope_of_model(model), target=asked.target, init=asked.init, ada_freq=asked.ada_freq,
-            ada_scale=asked.ada_scale, share_heads=asked.share_heads,
+            asked.to, rope_of_model(model), target=asked.target, init=asked.init if ada else None, params=params,
+            ada_freq=asked.ada_freq, ada_scale=asked.ada_scale, share_heads=asked.share_heads,
         )  # fmt: skip
         attach(model, spec)
-    if not spec.learned:
-        raise OptionError(f"{source} uses '{spec.method}', which has no learned part: convert its parent --to adarope")
+    elif params:
+        raise OptionError(f"{source} is converted already, with tunables of its own: leave --set out")
     if asked.target not in (None, spec.target):
         raise OptionError(f"{source} was converted for {spec.target} tokens: give that target, or extend its parent")
     if asked.share_heads and not spec.share_heads:
@@ -166,7 +174,7 @@ def _model(source: str, asked: Settings) -> tuple["PreTrainedModel", Settings, R
     if model.dtype == torch.float16:
         raise OptionError("float16 loses small gradients: train with --dtype bf16 or float32")
     freq, scale = asked.ada_freq and spec.ada_freq, asked.ada_scale and spec.ada_scale
-    asked = replace(asked, ada_freq=freq, ada_scale=scale, share_heads=spec.share_heads, init=spec.init)
+    asked = replace(asked, to=spec.method, init=spec.init, ada_freq=freq, ada_scale=scale, share_heads=spec.share_heads)
     return model, resolve(asked, spec.target, str(_spelled(model.dtype))), spec
 
 
@@ -276,7 +284,8 @@ def _check_space(place: Path, model: "PreTrainedModel", settings: Settings) -> N
     kv = rope.kv_heads * rope.head_dim
     lora = rope.layers * settings.lora_r * (2 * model.config.hidden_size + rope.heads * rope.head_dim + kv)
     rotary = rope.layers * (rope.kv_heads * rope.pairs + 2 * rope.heads)  # at most
-    numbers = rotary + (lora if settings.stages[-1].lora else 0)
+    last = settings.stages[-1]
+    numbers = rotary + (lora if last.lora else 0) + (sum(p.numel() for p in model.parameters()) if last.full else 0)
     runfolder.check_space(place, numbers * 4 * 3 * (KEPT_CHECKPOINTS + 1) * len(settings.stages))
 
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ropex.config import ADAROPE
 from ropex.errors import OptionError
-from ropex.train.stages import Stage, stages_of
+from ropex.train.stages import FULL, WARMUP, Stage, stages_of
 
 SHORTEST_WINDOW = 16
 CHECKPOINT_FROM = 4096  # tokens a window; below, activations fit and recomputing them only costs time
@@ -17,9 +18,11 @@ _SAVES_A_STAGE = 10
 class Settings:
     """One run. None stands for what the checkpoint or another setting decides, until `resolve`.
 
-    target, window: tokens; no window means the target. steps_*: optimiser steps of each stage. lr_freq: delta;
-    lr_scale: tau and gamma; lr_lora: LoRA matrices. save_steps: steps between checkpoints, a tenth of the longest
-    stage unless given. grad_ckpt: recompute activations in the backward pass.
+    target, window: tokens; no window means the target. to: the method that an unconverted source gets; init: where
+    adarope starts from. steps_warmup: optimiser steps of the warm-up; steps_joint: of the stage after it, or of the
+    only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA matrices; lr_full: all weights. save_steps: steps
+    between checkpoints, a tenth of the longest stage unless given. grad_ckpt: recompute activations in the backward
+    pass.
     """
 
     target: int | None
@@ -32,8 +35,10 @@ class Settings:
     lr_freq: float = 1e-3
     lr_scale: float = 1e-2
     lr_lora: float = 2e-4
+    lr_full: float = 5e-5
     lora_r: int = 16
     lora_alpha: int = 16
+    to: str = "adarope"
     init: str = "yarn"
     ada_freq: bool = True
     ada_scale: bool = True
@@ -53,7 +58,7 @@ class Settings:
         return self.window or self.target or 0
 
     def steps(self, stage: Stage) -> int:
-        return int(getattr(self, f"steps_{stage.name}"))
+        return self.steps_warmup if stage == WARMUP else self.steps_joint
 
     @property
     def samples_a_step(self) -> int:
@@ -66,12 +71,13 @@ class Settings:
 
 def check(settings: Settings) -> None:
     """Every value that cannot be right is named in one OptionError."""
+    steps = ["steps_warmup"] * (WARMUP in settings.stages) + ["steps_joint"] * (settings.stages != (WARMUP,))
     wrong = [
         f"{name} is {getattr(settings, name)}, not a whole number of 1 or more"
-        for name in ("batch_size", "accumulation", "lora_r", *(f"steps_{s.name}" for s in settings.stages))
+        for name in ("batch_size", "accumulation", "lora_r", *steps)
         if getattr(settings, name) < 1
     ]
-    for name in ("lr_freq", "lr_scale", "lr_lora", "lora_alpha"):
+    for name in ("lr_freq", "lr_scale", "lr_lora", "lr_full", "lora_alpha"):
         value = getattr(settings, name)
         if not (math.isfinite(value) and value > 0):
             wrong.append(f"{name} is {value}, not a number above 0")
@@ -84,8 +90,14 @@ def check(settings: Settings) -> None:
         wrong.append(f"window is {window}: give at least {SHORTEST_WINDOW} tokens")
     if settings.target is not None and window is not None and window > settings.target:
         wrong.append(f"window {window} is above the target {settings.target}: leave it out or give a shorter one")
-    if not (settings.ada_freq or settings.ada_scale):
-        wrong.append("without AdaFreq and without AdaScale the warm-up has nothing to train: leave one switch out")
+    if settings.to == ADAROPE and not (settings.ada_freq or settings.ada_scale) and settings.stages[0].rotary:
+        wrong.append("without AdaFreq and without AdaScale nothing of the heads is trained: leave one switch out")
+    if settings.to != ADAROPE and WARMUP in settings.stages:
+        wrong.append(f"'{settings.to}' has nothing that a warm-up trains: give --strategy lora, joint or full")
+    if FULL in settings.stages and settings.dtype not in (None, "float32"):
+        wrong.append(
+            f"dtype is {settings.dtype}: small steps of whole weights vanish in 16 bits, so full trains float32"
+        )
     if wrong:
         raise OptionError("; ".join(wrong))
 

@@ -7,19 +7,26 @@ from ropex.errors import OptionError
 
 @dataclass(frozen=True)
 class Stage:
-    """name: its folder in the run, and `steps_<name>` its length. rotary, lora: what it trains."""
+    """name: its folder in the run. rotary, lora, full: what it trains; full: every weight of the backbone."""
 
     name: str
     rotary: bool = True
     lora: bool = False
+    full: bool = False
 
 
 WARMUP = Stage("warmup")
 JOINT = Stage("joint", lora=True)
+LORA = Stage("lora", rotary=False, lora=True)
+FULL = Stage("full", full=True)
 
 STRATEGIES: dict[str, tuple[Stage, ...]] = {
     "warmup-joint": (WARMUP, JOINT),
+    "warmup-lora": (WARMUP, LORA),
     "warmup": (WARMUP,),
+    "joint": (JOINT,),
+    "lora": (LORA,),
+    "full": (FULL,),
 }
 
 

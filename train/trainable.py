@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ropex.errors import CheckpointError, OptionError, RopexError
-from ropex.loading import split_trained
+from ropex.loading import set_weights, split_trained
 from ropex.lora import LORA_A, LORA_B
 from ropex.seam import load_rotary_state, rope_of_model, rotaries, rotary_state
 from ropex.train.stages import Stage
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 ROTARY_KINDS = ("delta", "tau", "gamma")
 LORA_KINDS = ("lora_A", "lora_B")
+WEIGHT = "weight"  # of the backbone
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One trainable tensor. kind: one of ROTARY_KINDS and LORA_KINDS."""
+    """One trainable tensor. kind: one of ROTARY_KINDS and LORA_KINDS, or WEIGHT."""
 
     name: str
     kind: str
@@ -32,10 +33,10 @@ class Trained:
 
 
 def choose(model: "PreTrainedModel", stage: Stage, ada_freq: bool, ada_scale: bool) -> None:
-    """Freeze everything, then open what the stage trains (LoRA has to be there already)."""
+    """Freeze everything but for a full stage, then open what the stage trains (LoRA has to be there already)."""
     spec: Any = model.ropex_spec
     learned = spec.learned
-    model.requires_grad_(False)
+    model.requires_grad_(stage.full)
     for rotary in rotaries(model):
         rotary.delta.requires_grad_(stage.rotary and learned and ada_freq)
         rotary.tau.requires_grad_(stage.rotary and learned and ada_scale)
@@ -80,7 +81,8 @@ def trainable(model: nn.Module) -> list[Trained]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             name = clean.get(id(parameter), name)
-            found.append(Trained(name, name.rpartition(".")[2], parameter))
+            kind = name.rpartition(".")[2]
+            found.append(Trained(name, kind if kind in ROTARY_KINDS + LORA_KINDS else WEIGHT, parameter))
     return found
 
 
@@ -88,14 +90,17 @@ def counts(tensors: list[Trained]) -> dict[str, dict[str, int]]:
     """{kind: {"tensors", "numbers"}} in the order of the kinds."""
     return {
         kind: {"tensors": len(mine), "numbers": sum(t.parameter.numel() for t in mine)}
-        for kind in ROTARY_KINDS + LORA_KINDS
+        for kind in (*ROTARY_KINDS, *LORA_KINDS, WEIGHT)
         if (mine := [t for t in tensors if t.kind == kind])
     }
 
 
 def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a run keeps, float32 on the CPU: all rotary tensors and, where there is LoRA, its matrices."""
+    """What a run keeps, float32 on the CPU: all rotary tensors, LoRA's matrices, and whole weights that are trained."""
     state = rotary_state(model)
+    for tensor in trainable(model):
+        if tensor.kind == WEIGHT:
+            state[tensor.name] = tensor.parameter.detach().float().cpu().clone()
     for name, a, b in lora_matrices(model):
         state[name + LORA_A] = a.detach().float().cpu().clone()
         state[name + LORA_B] = b.detach().float().cpu().clone()
@@ -103,10 +108,11 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def restore(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) -> None:
+def restore(model: "PreTrainedModel", state: Mapping[str, torch.Tensor], where: str) -> None:
     """Copy a trained_state back into the model it came from; a missing, extra or mis-shaped tensor is an error."""
-    rotary, lora = split_trained(dict(state))
+    rotary, lora, weights = split_trained(dict(state))
     load_rotary_state(model, rotary, where)
+    set_weights(model, weights, where)
     places: dict[str, nn.Parameter] = {}
     for name, a, b in lora_matrices(model):
         places |= {name + LORA_A: a, name + LORA_B: b}
@@ -130,9 +136,12 @@ def check_gradients(model: nn.Module, loss: Callable[[], torch.Tensor]) -> None:
     try:
         with seeded(0), _noisy_b(model):
             loss().backward()
-        absent = [t.name for t in tensors if t.parameter.grad is None]
+        absent = [t.name for t in tensors if t.kind != WEIGHT and t.parameter.grad is None]
         wild = [t.name for t in tensors if t.parameter.grad is not None and not t.parameter.grad.isfinite().all()]
-        still = [t.name for t in tensors if t.parameter.grad is not None and not t.parameter.grad.any()]
+        # an expert that no token of the probe goes to has no gradient either, so whole weights may have none
+        still = [
+            t.name for t in tensors if t.kind != WEIGHT and t.parameter.grad is not None and not t.parameter.grad.any()
+        ]
     finally:
         for tensor in tensors:
             tensor.parameter.grad = None

@@ -20,7 +20,7 @@ from ropex.train import atomic
 from ropex.train.loss import batch_loss
 from ropex.train.settings import Settings
 from ropex.train.stages import Stage
-from ropex.train.trainable import restore, trainable, trained_state
+from ropex.train.trainable import WEIGHT, restore, trainable, trained_state
 from ropex.train.windows import Windows
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def parameter_groups(model: torch.nn.Module, settings: Settings) -> list[dict[st
     rates = {
         "delta": settings.lr_freq,
         "tau": settings.lr_scale, "gamma": settings.lr_scale,
-        "lora_A": settings.lr_lora, "lora_B": settings.lr_lora,
+        "lora_A": settings.lr_lora, "lora_B": settings.lr_lora, WEIGHT: settings.lr_full,
     }  # fmt: skip
-    names = {"delta": "freq", "tau": "scale", "gamma": "scale", "lora_A": "lora", "lora_B": "lora"}
+    names = {"delta": "freq", "tau": "scale", "gamma": "scale", "lora_A": "lora", "lora_B": "lora", WEIGHT: "full"}
     groups: dict[str, dict[str, Any]] = {}
     for tensor in trainable(model):
         group = groups.setdefault(
@@ -123,7 +123,7 @@ class StageTrainer(Trainer):
         kept = f"the last checkpoint, {saved}, is kept" if saved else "there is no checkpoint yet"
         return RopexError(
             f"the {what} is {value} at step {self.state.global_step + 1} of stage {self.stage.name}: "
-            f"start again with lower learning rates (--lr-freq, --lr-scale, --lr-lora); {kept}"
+            f"start again with lower learning rates (--lr-freq, --lr-scale, --lr-lora, --lr-full); {kept}"
         )
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

@@ -275,12 +275,60 @@ def test_a_finished_run_is_known_under_another_spelling_and_a_converted_source(r
         run(**given, dtype="float32", resume=True)
 
 
+STRATEGIES = {
+    "warmup-lora": ({}, {"warmup", "lora"}),
+    "joint": ({}, {"joint"}),
+    "lora": ({"to": "yarn"}, {"lora"}),
+    "joint of a table": ({"strategy": "joint", "to": "rope-id", "params": {"train_length": 128}}, {"joint"}),
+    "full": ({"to": "rope-id", "params": {"train_length": 128}, "dtype": "float32", "lr_full": 1e-3}, {"full"}),
+    "full with heads": ({"strategy": "full", "dtype": "float32", "lr_full": 1e-3}, {"full"}),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@torch.no_grad()
+def test_a_strategy_trains_its_stages_and_what_it_trained_is_what_is_exported(
+    run: Callable, tmp_path: Path, checkpoint: Path, name: str
+) -> None:
+    from ropex.convert.export import export
+
+    asked, stages = STRATEGIES[name]
+    with torch.enable_grad():
+        result = run(**{"strategy": name, **asked})
+    assert set(result["stages"]) == stages and result["finished"]
+    ids = torch.randint(0, 257, (1, 200), generator=torch.Generator().manual_seed(4))
+    live = ropex.load(tmp_path / "run")
+    tables = asked.get("to") == "rope-id"
+    export(tmp_path / "run", tmp_path / "out", **({"bake_length": 200} if tables else {}))
+    exported = ropex.load(tmp_path / "out")
+    untrained = ropex.load(checkpoint)
+    assert not torch.equal(live(ids).logits, untrained(ids).logits)
+    if not tables:  # a baked scale is another function of the length
+        assert (exported(ids).logits - live(ids).logits).abs().max() <= 1e-4
+    words = "model.embed_tokens.weight"
+    changed = not torch.equal(exported.state_dict()[words], untrained.state_dict()[words])
+    assert changed == (result["settings"]["strategy"] == "full")
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"to": "yarn"}, "nothing that a warm-up trains: give --strategy lora, joint or full"),
+        ({"strategy": "full", "dtype": "bfloat16"}, "full trains float32"),
+        ({"strategy": "backwards"}, "unknown strategy 'backwards': choose one of warmup-joint, warmup-lora"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_refused_before_anything_loads(run: Callable, wish: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        run(**wish)
+
+
 def test_every_argument_arrives_where_it_belongs(run: Callable, tmp_path: Path) -> None:
     given = {
         "target": 200, "strategy": "warmup", "window": 48, "steps_warmup": 2, "steps_joint": 3, "batch_size": 4,
-        "accumulation": 5, "lr_freq": 0.006, "lr_scale": 0.007, "lr_lora": 0.008, "lora_r": 9, "lora_alpha": 10,
-        "init": "pi", "ada_freq": False, "ada_scale": True, "share_heads": True, "dtype": "bfloat16", "seed": 11,
-        "save_steps": 12, "grad_ckpt": True,
+        "accumulation": 5, "lr_freq": 0.006, "lr_scale": 0.007, "lr_lora": 0.008, "lr_full": 0.009, "lora_r": 9,
+        "lora_alpha": 10, "to": "adarope", "init": "pi", "ada_freq": False, "ada_scale": True, "share_heads": True,
+        "dtype": "bfloat16", "seed": 11, "save_steps": 12, "grad_ckpt": True,
     }  # fmt: skip
     assert run(**given)["settings"] == given
 
