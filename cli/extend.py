@@ -29,6 +29,9 @@ def extend(
     window: Annotated[
         str | None, typer.Option(help="Tokens a training window; below the target, positions skip. [default: target]")
     ] = None,
+    pack: Annotated[
+        bool, typer.Option("--pack", help="Fill a window with short documents that do not see each other.")
+    ] = False,
     steps_warmup: Annotated[int, typer.Option(help="Steps of the warm-up: rotary parameters alone.")] = 40,
     steps_joint: Annotated[int, typer.Option(help="Steps of the stage after it, or of the only one.")] = 60,
     batch_size: Annotated[int, typer.Option(help="Windows a forward pass.")] = 1,
@@ -68,6 +71,7 @@ def extend(
         data=data,
         strategy=strategy,
         window=pieces,
+        pack=pack,
         steps_warmup=steps_warmup,
         steps_joint=steps_joint,
         batch_size=batch_size,

@@ -18,6 +18,11 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    os.environ["ROPEX_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True, scope="session")
 def neutral_folder(tmp_path_factory):
     """Python started at the repository's root would take its folder `ropex` for the installed package."""
     os.chdir(tmp_path_factory.mktemp("cwd"))

@@ -51,6 +51,7 @@ def extend(
     data: Sequence[str],
     strategy: str = "warmup-joint",
     window: int | None = None,
+    pack: bool = False,
     steps_warmup: int = 40,
     steps_joint: int = 60,
     batch_size: int = 1,
@@ -87,7 +88,7 @@ def extend(
     stops being a number.
     """
     asked = Settings(
-        target=target, strategy=strategy, window=window, steps_warmup=steps_warmup, steps_joint=steps_joint,
+        target=target, strategy=strategy, window=window, pack=pack, steps_warmup=steps_warmup, steps_joint=steps_joint,
         batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale, lr_lora=lr_lora,
         lr_full=lr_full, lora_r=lora_r, lora_alpha=lora_alpha, to=to, init=init, ada_freq=ada_freq, ada_scale=ada_scale,
         share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps, grad_ckpt=grad_ckpt,
@@ -115,7 +116,8 @@ def extend(
 
     model, settings, spec = _model(source, asked, params)
     report.say("reading the training text")
-    corpus = tokenise(data, load_tokenizer(source), settings.sample_tokens, model.config.vocab_size)
+    tokenizer = load_tokenizer(source)
+    corpus = tokenise(data, tokenizer, settings.sample_tokens, model.config.vocab_size, settings.pack, report.say)
     _say_corpus(report, corpus, settings)
     run = {
         "source": source,
@@ -126,7 +128,7 @@ def extend(
             "given": [str(d) for d in data],
             "documents": corpus.documents,
             "left_out": corpus.left_out,
-            "tokens": len(corpus.tokens),
+            "tokens": corpus.size,
             "fingerprint": corpus.fingerprint,
         },
         "versions": runfolder.versions(),
@@ -207,7 +209,9 @@ def _train(
                 restore(model, state, str(folder))
                 report.say(f"stage {stage.name} is done already")
             else:
-                windows = Windows(corpus, settings.sample_tokens, settings.target or 0, settings.seed, first, count)
+                windows = Windows(
+                    corpus, settings.sample_tokens, settings.target or 0, settings.seed, first, count, settings.pack
+                )
                 if not _make_stage(model, stage, settings, windows, place, report, stop):
                     return False
                 block = run | {"lora": _lora_block(model, settings, stage)}
@@ -253,10 +257,12 @@ def _make_stage(
 
 
 def _probe(windows: Windows, device: torch.device) -> dict[str, torch.Tensor]:
-    """A batch of one short row: tokens of the first window from all over it, at their own positions."""
+    """A batch of one short row: tokens of the first window, from all over it at their own positions, or its first ones
+    where documents are packed."""
     sample = windows[0]
     length = len(sample["input_ids"])
-    picked = torch.linspace(0, length - 1, min(length, _PROBE_TOKENS)).long()
+    last = min(length, _PROBE_TOKENS) if windows.pack else length
+    picked = torch.linspace(0, last - 1, min(length, _PROBE_TOKENS)).long()
     return {name: tensor[picked][None].to(device) for name, tensor in sample.items()}
 
 
@@ -292,8 +298,9 @@ def _check_space(place: Path, model: "PreTrainedModel", settings: Settings) -> N
 def _say_corpus(report: Report, corpus: Corpus, settings: Settings) -> None:
     few = f"; {corpus.left_out} shorter than the window left out" if corpus.left_out else ""
     kind = "whole windows" if settings.window == settings.target else f"position-skip windows for {settings.target}"
+    kind = "packed windows" if settings.pack else kind
     report.say(
-        f"{corpus.documents} documents, {len(corpus.tokens):,} tokens{few}; {kind} of {settings.sample_tokens:,} tokens"
+        f"{corpus.documents} documents, {corpus.size:,} tokens{few}; {kind} of {settings.sample_tokens:,} tokens"
     )
 
 

@@ -48,11 +48,12 @@ def batch_loss(
     chunk: int | None = None,
 ) -> torch.Tensor:
     """Summed NLL of a batch over `items`, the labels of the whole optimiser step: micro-batches then add up to the
-    token-weighted mean. The batch holds input_ids, position_ids, attention_mask and labels, each [B, T]."""
+    token-weighted mean. The batch holds input_ids, position_ids and labels, each [B, T], and where no
+    documents are packed an attention_mask."""
     head = model.get_output_embeddings()
     states = model.get_decoder()(
         input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
+        attention_mask=batch.get("attention_mask"),
         position_ids=batch["position_ids"],
         use_cache=False,
     ).last_hidden_state

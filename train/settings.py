@@ -18,16 +18,17 @@ _SAVES_A_STAGE = 10
 class Settings:
     """One run. None stands for what the checkpoint or another setting decides, until `resolve`.
 
-    target, window: tokens; no window means the target. to: the method that an unconverted source gets; init: where
-    adarope starts from. steps_warmup: optimiser steps of the warm-up; steps_joint: of the stage after it, or of the
-    only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA matrices; lr_full: all weights. save_steps: steps
-    between checkpoints, a tenth of the longest stage unless given. grad_ckpt: recompute activations in the backward
-    pass.
+    target, window: tokens; no window means the target. pack: whole documents side by side in a window. to: the method
+    that an unconverted source gets; init: where adarope starts from. steps_warmup: optimiser steps of the warm-up;
+    steps_joint: of the stage after it, or of the only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA
+    matrices; lr_full: all weights. save_steps: steps between checkpoints, a tenth of the longest stage unless given.
+    grad_ckpt: recompute activations in the backward pass.
     """
 
     target: int | None
     strategy: str = "warmup-joint"
     window: int | None = None
+    pack: bool = False
     steps_warmup: int = 40
     steps_joint: int = 60
     batch_size: int = 1
@@ -88,6 +89,8 @@ def check(settings: Settings) -> None:
     window = settings.window if settings.window is not None else settings.target
     if window is not None and window < SHORTEST_WINDOW:
         wrong.append(f"window is {window}: give at least {SHORTEST_WINDOW} tokens")
+    if settings.pack and settings.window not in (None, settings.target):
+        wrong.append("packed documents have positions of their own, which cannot skip: leave window out, or pack")
     if settings.target is not None and window is not None and window > settings.target:
         wrong.append(f"window {window} is above the target {settings.target}: leave it out or give a shorter one")
     if settings.to == ADAROPE and not (settings.ada_freq or settings.ada_scale) and settings.stages[0].rotary:

@@ -1,7 +1,8 @@
 """Training windows: each a pure function of (seed, index), so that a resumed run needs no replay.
 
 A window is a stretch of one document. Where it is shorter than the target, its positions jump (position-skip training):
-it is cut into pieces whose positions lie apart, so that a short window still shows the distances of the target.
+it is cut into pieces whose positions lie apart, so that a short window still shows the distances of the target. Packed
+windows hold several documents instead, which do not see each other.
 """
 
 from dataclasses import dataclass
@@ -11,19 +12,21 @@ import torch
 from torch.utils.data import Dataset
 
 from ropex.errors import DataError
+from ropex.train.loss import IGNORED
 
 FEWEST_PIECES, MOST_PIECES = 2, 4
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised documents, each long enough for a window, end to end.
+    """Tokenised documents, end to end in one array, which may lie on the disk.
 
-    tokens: uint32 [N]. ends: where each document ends in it, int64 [documents]. left_out: documents too short.
-    longest: tokens of the longest document, left out or not. fingerprint: of tokens and ends.
+    tokens: uint32 [N]. starts, ends: where each document lies in it, int64 [documents]. left_out: documents too short.
+    longest: tokens of the longest document, left out or not. fingerprint: of all tokens and borders.
     """
 
     tokens: np.ndarray
+    starts: np.ndarray
     ends: np.ndarray
     left_out: int
     longest: int
@@ -33,10 +36,14 @@ class Corpus:
     def documents(self) -> int:
         return len(self.ends)
 
+    @property
+    def size(self) -> int:
+        """Tokens of all documents that are not left out."""
+        return int((self.ends - self.starts).sum())
+
     def windows(self, window: int) -> np.ndarray:
         """How many windows start in this document or one before it: int64 [documents], ascending."""
-        lengths = np.diff(self.ends, prepend=0)
-        return np.cumsum(lengths - window + 1)
+        return np.cumsum(self.ends - self.starts - window + 1)
 
 
 def skip_positions(rng: np.random.Generator, window: int, target: int) -> np.ndarray:
@@ -62,34 +69,37 @@ def skip_positions(rng: np.random.Generator, window: int, target: int) -> np.nda
 class Windows(Dataset):
     """`count` windows from number `first` of the endless series that a seed gives; later stages start further on."""
 
-    def __init__(self, corpus: Corpus, window: int, target: int, seed: int, first: int, count: int) -> None:
-        self.corpus, self.window, self.target = corpus, window, target
+    def __init__(
+        self, corpus: Corpus, window: int, target: int, seed: int, first: int, count: int, pack: bool = False
+    ) -> None:
+        self.corpus, self.window, self.target, self.pack = corpus, window, target, pack
         self.seed, self.first, self.count = seed, first, count
-        self._cumulative = corpus.windows(window)
-        if not len(self._cumulative):
+        if not corpus.documents:
             raise DataError(f"no document has {window} tokens: the longest has {corpus.longest}")
+        self._cumulative = np.cumsum(corpus.ends - corpus.starts) if pack else corpus.windows(window)
 
     def __len__(self) -> int:
         return self.count
 
-    def place(self, rng: np.random.Generator) -> int:
-        """First token of a window, every window of every document as likely as any other."""
+    def _pick(self, rng: np.random.Generator) -> tuple[int, int]:
+        """A document, and which of its windows (or, to pack, of its tokens): each as likely as any other."""
         pick = int(rng.integers(self._cumulative[-1]))
         document = int(np.searchsorted(self._cumulative, pick, side="right"))
-        if document == 0:
-            return pick
-        return int(self.corpus.ends[document - 1] + pick - self._cumulative[document - 1])
+        return document, pick - int(self._cumulative[document - 1] if document else 0)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """input_ids, labels, position_ids and attention_mask, each int64 [window].
+        """input_ids, labels and position_ids, each int64 [window], and unless packed an attention_mask.
 
         The mask is all ones on purpose: without one, transformers takes a jump in the positions for the border of
-        two packed documents and hides the earlier piece from the later.
+        two packed documents and hides the earlier piece from the later. That is what packed windows rely on.
         """
         if index >= self.count:
             raise IndexError(index)
         rng = np.random.default_rng((self.seed, self.first + index))
-        start = self.place(rng)
+        if self.pack:
+            return self._packed(rng)
+        document, offset = self._pick(rng)
+        start = int(self.corpus.starts[document]) + offset
         ids = torch.from_numpy(self.corpus.tokens[start : start + self.window].astype(np.int64))
         return {
             "input_ids": ids,
@@ -97,3 +107,21 @@ class Windows(Dataset):
             "position_ids": torch.from_numpy(skip_positions(rng, self.window, self.target)),
             "attention_mask": torch.ones_like(ids),
         }
+
+    def _packed(self, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+        """Documents one after another, each with positions from 0; one that is longer than the room left gives a
+        stretch of itself. Nothing predicts a document's first token."""
+        ids, positions, labels, left = [], [], [], self.window
+        while left:
+            document, _ = self._pick(rng)
+            start, end = int(self.corpus.starts[document]), int(self.corpus.ends[document])
+            if end - start > left:
+                start += int(rng.integers(end - start - left + 1))
+                end = start + left
+            piece = self.corpus.tokens[start:end].astype(np.int64)
+            ids.append(piece)
+            positions.append(np.arange(len(piece), dtype=np.int64))
+            labels.append(np.concatenate(([IGNORED], piece[1:])))
+            left -= len(piece)
+        parts = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return {name: torch.from_numpy(np.concatenate(part)) for name, part in parts.items()}

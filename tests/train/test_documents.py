@@ -107,3 +107,32 @@ def test_a_tokenizer_of_another_checkpoint_is_seen(tmp_path: Path, byte_tokenize
     (tmp_path / "a.txt").write_text("z" * 50)
     with pytest.raises(DataError, match="not of one checkpoint"):
         tokenise([str(tmp_path / "a.txt")], byte_tokenizer, 16, 40)
+
+
+def test_tokens_are_built_once_for_a_tokenizer_and_a_content(
+    tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROPEX_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("abc" * 40)
+    said: list[str] = []
+
+    def corpus(window: int, pack: bool = False) -> Any:
+        return tokenise([str(tmp_path / "a.txt")], byte_tokenizer, window, 258, pack, said.append)
+
+    first = corpus(16)
+    assert isinstance(first.tokens, np.memmap) and not said
+    again = corpus(64)  # another window takes the same tokens
+    assert len(said) == 1 and again.fingerprint == first.fingerprint
+    (tmp_path / "a.txt").write_text("abd" * 40)
+    assert corpus(16).fingerprint != first.fingerprint and len(said) == 1
+    byte_tokenizer.add_tokens(["ab"])
+    corpus(16)
+    assert len(said) == 1 and len(list((tmp_path / "cache" / "tokens").iterdir())) == 3
+
+
+def test_short_documents_are_kept_to_be_packed(tmp_path: Path, byte_tokenizer: Any) -> None:
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (0, 1, 20, 300)))
+    packed = tokenise([str(tmp_path / "d.jsonl")], byte_tokenizer, 64, 257, pack=True)
+    assert (packed.documents, packed.left_out, packed.size) == (3, 1, 2 + 21 + 301)
+    apart = tokenise([str(tmp_path / "d.jsonl")], byte_tokenizer, 64, 257)
+    assert (apart.documents, apart.left_out, apart.size) == (1, 3, 301)

@@ -31,7 +31,7 @@ def make(tiny_llama: Callable, tmp_path: Path) -> Callable[..., tuple[StageTrain
             add_lora(model, 4, 4, 1)
         choose(model, stage, settings.ada_freq, settings.ada_scale)
         tokens = np.random.default_rng(0).integers(257, size=2000).astype(np.uint32)
-        texts = Corpus(tokens, np.array([2000]), 0, 2000, "")
+        texts = Corpus(tokens, np.array([0]), np.array([2000]), 0, 2000, "")
         count = settings.steps(stage) * settings.samples_a_step
         windows = Windows(texts, 48, 256, settings.seed, 0, count)
         lines: list[dict[str, Any]] = []

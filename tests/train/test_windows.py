@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ropex import attach, make_spec
 from ropex.errors import DataError
-from ropex.seam import rope_of_model
+from ropex.seam import rope_of_model, rotaries
 from ropex.train.loss import batch_loss
 from ropex.train.windows import Corpus, Windows, skip_positions
 
@@ -17,7 +17,8 @@ from ropex.train.windows import Corpus, Windows, skip_positions
 def corpus(*lengths: int) -> Corpus:
     """Documents whose tokens count on: document 0 from 0, document 1 from 1000, ..."""
     tokens = [np.arange(1000 * n, 1000 * n + length, dtype=np.uint32) for n, length in enumerate(lengths)]
-    return Corpus(np.concatenate(tokens), np.cumsum(lengths), 0, max(lengths), "")
+    ends = np.cumsum(lengths)
+    return Corpus(np.concatenate(tokens), ends - lengths, ends, 0, max(lengths), "")
 
 
 @given(st.integers(0, 2**32), st.integers(16, 300), st.integers(0, 5000))
@@ -81,7 +82,7 @@ def test_a_window_is_a_stretch_of_one_document_and_each_is_as_likely() -> None:
 
 
 def test_no_document_long_enough_is_an_error() -> None:
-    empty = Corpus(np.empty(0, np.uint32), np.empty(0, np.int64), 4, 15, "")
+    empty = Corpus(np.empty(0, np.uint32), *np.empty((2, 0), np.int64), 4, 15, "")
     with pytest.raises(DataError, match="the longest has 15"):
         Windows(empty, 16, 16, 0, 0, 1)
 
@@ -91,7 +92,7 @@ def test_no_document_long_enough_is_an_error() -> None:
 def test_tokens_after_a_jump_attend_to_those_before_it(tiny_llama: Callable, attention: str, rows: int) -> None:
     model = tiny_llama(attn_implementation=attention)
     attach(model, make_spec("adarope", rope_of_model(model), target=512, init="yarn"))
-    texts = Corpus(np.arange(200, dtype=np.uint32), np.array([200]), 0, 200, "")
+    texts = Corpus(np.arange(200, dtype=np.uint32), np.array([0]), np.array([200]), 0, 200, "")
     windows = Windows(texts, 64, 512, 1, 0, rows)
     batch = {k: torch.stack([w[k] for w in windows]) for k in windows[0]}
     assert (batch["position_ids"].diff() > 1).any(-1).all()
@@ -118,3 +119,48 @@ def test_tokens_after_a_jump_attend_to_those_before_it(tiny_llama: Callable, att
             for b in (batch, changed)
         )
         assert ((before - after)[:, -1].abs().amax(-1) > 1e-4).all()
+
+
+def test_packed_windows_hold_whole_documents_side_by_side_and_predict_no_first_token() -> None:
+    texts = corpus(20, 30, 25, 200)
+    for sample in Windows(texts, 90, 90, 0, 0, 50, pack=True):
+        ids, positions, labels = (sample[k].numpy() for k in ("input_ids", "position_ids", "labels"))
+        assert len(ids) == len(positions) == len(labels) == 90 and "attention_mask" not in sample
+        starts = np.flatnonzero(positions == 0)
+        assert starts[0] == 0 and (labels[starts] == -100).all()
+        for begin, end in zip(starts, [*starts[1:], 90], strict=True):
+            assert (np.diff(ids[begin:end]) == 1).all() and (positions[begin:end] == np.arange(end - begin)).all()
+            assert (labels[begin + 1 : end] == ids[begin + 1 : end]).all()
+            document = ids[begin] // 1000
+            whole = end - begin == [20, 30, 25, 200][document] and ids[begin] % 1000 == 0
+            assert whole or end == 90  # only the last is cut
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(tiny_llama: Callable, attention: str) -> None:
+    """RX-10: every document gives what it gives alone, its scale included."""
+    model = tiny_llama(attn_implementation=attention)
+    attach(model, make_spec("adarope", rope_of_model(model), target=512, init="yarn"))
+    for rotary in rotaries(model):
+        rotary.gamma.fill_(1.5)
+    tokens = np.random.default_rng(0).integers(0, 257, 400).astype(np.uint32)
+    ends = np.array([90, 100, 180, 400])
+    texts = Corpus(tokens, np.append(0, ends[:-1]), ends, 0, 220, "")
+    batch = [Windows(texts, 256, 512, 3, 0, 2, pack=True)[i] for i in range(2)]
+    rows = {k: torch.stack([w[k] for w in batch]) for k in batch[0]}
+    together = model.get_decoder()(
+        input_ids=rows["input_ids"], position_ids=rows["position_ids"], use_cache=False
+    ).last_hidden_state
+    total, labels = 0.0, 0
+    for row in range(2):
+        starts = np.flatnonzero(rows["position_ids"][row].numpy() == 0)
+        assert len(starts) > 1
+        for begin, end in zip(starts, [*starts[1:], 256], strict=True):
+            ids = rows["input_ids"][row : row + 1, begin:end]
+            alone = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            torch.testing.assert_close(together[row, begin:end], alone[0], rtol=1e-4, atol=1e-4)
+            logits = model(ids, use_cache=False).logits
+            total += F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").item() if end - begin > 1 else 0.0
+            labels += int(end - begin) - 1
+    assert batch_loss(model, rows, labels).item() == pytest.approx(total / labels, rel=1e-5)
