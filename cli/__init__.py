@@ -1,5 +1,6 @@
 """The command line. Each command parses, calls one function of the library, and prints; torch is imported there."""
 
+import io
 import signal
 import sys
 from importlib.metadata import version
@@ -43,6 +44,9 @@ def options(
 
 def main() -> None:
     """The console script: an error of the user's is one line and exit code 1; usage errors exit with 2."""
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half-written outputs are removed
     try:
         app()
@@ -51,6 +55,8 @@ def main() -> None:
             raise
         fail(str(error))
         sys.exit(1)
-    except KeyboardInterrupt:
-        fail("interrupted")
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, SystemExit) and stop.code != 130:
+            raise
+        fail("interrupted: nothing half-made is left")
         sys.exit(130)

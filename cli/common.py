@@ -35,8 +35,9 @@ def stdout() -> "Console":
     """A console for results. Piped output is as wide as its content, so that no table is cut."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+    plain: Any = {"markup": False, "highlight": False}  # paths are no markup
+    console = Console(**plain)
+    return console if console.is_terminal else Console(width=200, **plain)
 
 
 def fail(message: str) -> None:
@@ -105,8 +106,9 @@ def table(title: str, *columns: str) -> "Table":
     """A table whose first column is text and whose others are numbers."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    made = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_header=any(columns))
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i else "left", overflow="fold")
     return made

@@ -1,5 +1,6 @@
 """ropex convert"""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ def convert(
     to: Annotated[
         str | None, typer.Option(help=f"The method: {', '.join(METHODS)}. Without one only the pairing changes.")
     ] = None,
-    init: Annotated[str | None, typer.Option(help="adarope: the method it starts from. [default: rope]")] = None,
+    init: Annotated[str | None, typer.Option(help="adarope: the method it starts from. \\[default: rope]")] = None,
     factor: Annotated[float | None, typer.Option(help="How many times the native window.")] = None,
     target: Annotated[str | None, typer.Option(help="The new window, such as 16k, in place of --factor.")] = None,
     tunables: Annotated[
@@ -107,13 +108,16 @@ def convert(
 def show_plan(plan: dict[str, Any]) -> None:
     """The shards, the tensors that change, the config that changes."""
     console = stdout()
-    shards = table("Shards", "name", "from", "how", "MB", "tensors reordered")
+    shards = table("Shards", "name", "how", "MB", "reordered")
     for shard in plan["shards"]:
         size = f"{shard['bytes'] / 1e6:,.1f}"
-        shards.add_row(shard["name"], shard["from"], shard["how"], size, str(shard["reordered"]))
-    console.print(shards)
+        shards.add_row(shard["name"], shard["how"], size, str(shard["reordered"]))
+    if plan["shards"]:
+        console.print(shards)
+    else:
+        console.print("every tensor is written anew")
     for kind, count in plan["reordered"].items():
-        console.print(f"rows reordered: {kind} ({count})", highlight=False, markup=False)
+        console.print(f"rows reordered: {kind} ({count})")
     for key, (before, after) in plan["config"].items():
-        console.print(f"config.json {key}: {before} -> {after}", highlight=False, markup=False)
+        console.print(f"config.json {key}: {json.dumps(before)} -> {json.dumps(after)}")
     console.print(f"{plan['bytes'] / 1e6:,.1f} MB to write, {plan['peak_memory'] / 1e6:,.1f} MB of memory for tensors")

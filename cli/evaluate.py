@@ -1,7 +1,7 @@
 """ropex eval"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ app = typer.Typer(help="Measure checkpoints side by side on the same inputs.", n
 Checkpoints = Annotated[
     list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="Compute in float32, bfloat16 or float16. [default: as stored]")]
+Dtype = Annotated[str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -22,7 +22,7 @@ def nll(
     data: Annotated[list[Path], typer.Option(help="A .txt or .md file, or a folder of them; may be repeated.")],
     at: Annotated[str, typer.Option("--lengths", help="Window lengths, such as 4k,8k,16k.")],
     buckets: Annotated[int, typer.Option(help="Buckets of positions a window.")] = 8,
-    windows: Annotated[int | None, typer.Option(help="Windows a document at most. [default: all]")] = None,
+    windows: Annotated[int | None, typer.Option(help="Windows a document at most. \\[default: all]")] = None,
     dtype: Dtype = None,
     plot: Annotated[Path | None, typer.Option(help="Draw NLL by position into this .png.")] = None,
     as_json: Json = False,
@@ -34,26 +34,34 @@ def nll(
     """
     sizes = lengths(at)
     from ropex.eval.nll import evaluate_nll
-    from ropex.eval.plot import plot_nll
+    from ropex.eval.plot import check_plot, plot_nll
 
+    if plot:
+        check_plot(plot)
     with progress() as listener:
         report = evaluate_nll(
             checkpoints, data, sizes, dtype=dtype, buckets=buckets, windows=windows, progress=listener
         )
-    if plot:
-        plot_nll(report, plot)
     if as_json:
         print_json(report)
-        return
+    else:
+        show_nll(report)
+    if plot:
+        plot_nll(report, plot)
+
+
+def show_nll(report: dict[str, Any]) -> None:
+    """A table for each length: positions down, checkpoints side by side."""
     console = stdout()
-    for size in sizes:
+    for size in dict.fromkeys(result["length"] for result in report["results"]):
         rows = [r for r in report["results"] if r["length"] == size]
-        edges = [f"{b['start']:,}-{b['end']:,}" for b in rows[0]["buckets"]]
         title = f"NLL (nats a token) in windows of {size:,} tokens, {rows[0]['tokens']:,} tokens scored"
-        shown = table(title, "checkpoint", "method", "mean", *edges)
-        for row in rows:
-            values = ["" if b["nll"] is None else f"{b['nll']:.3f}" for b in row["buckets"]]
-            shown.add_row(row["checkpoint"], row["method"], f"{row['mean']:.4f}", *values)
+        shown = table(title, "positions", *(f"{row['checkpoint']} ({row['method']})" for row in rows))
+        for buckets in zip(*(row["buckets"] for row in rows), strict=True):
+            values = ["" if b["nll"] is None else f"{b['nll']:.4f}" for b in buckets]
+            shown.add_row(f"{buckets[0]['start']:,} to {buckets[0]['end']:,}", *values)
+        shown.add_section()
+        shown.add_row("mean", *(f"{row['mean']:.4f}" for row in rows))
         console.print(shown)
 
 

@@ -1,22 +1,29 @@
 """ropex extend"""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import fail, length, print_json, settings, stdout
+from ropex.cli.common import fail, length, note, print_json, progress, settings, stdout, table
+from ropex.cli.evaluate import show_nll
 
 
 def extend(
+    context: typer.Context,
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint folder, a .gguf file, a Hub id, a run, or 'nano'.")
-    ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The run's folder.")],
-    target: Annotated[str, typer.Option(help="The window wanted, such as 16k.")],
+        str | None,
+        typer.Argument(metavar="SRC", help="A checkpoint folder, a .gguf file, a Hub id, a run, or 'nano'."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The run's folder.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="A .yaml file, or a recipe that comes with ropex; flags win over it.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="The window wanted, such as 16k.")] = None,
     data: Annotated[
-        list[str], typer.Option(help=".txt, .md, .jsonl, .parquet, a folder, or a Hub dataset; may be repeated.")
-    ],
+        list[str] | None, typer.Option(help=".txt, .md, .jsonl, .parquet, a folder, or a Hub dataset; may be repeated.")
+    ] = None,
     strategy: Annotated[
         str, typer.Option(help="What is trained when: warmup-joint, warmup-lora, warmup, joint, lora or full.")
     ] = "warmup-joint",
@@ -27,7 +34,7 @@ def extend(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A tunable of the method; may be repeated.")
     ] = None,
     window: Annotated[
-        str | None, typer.Option(help="Tokens a training window; below the target, positions skip. [default: target]")
+        str | None, typer.Option(help="Tokens a training window; below the target, positions skip. \\[default: target]")
     ] = None,
     pack: Annotated[
         bool, typer.Option("--pack", help="Fill a window with short documents that do not see each other.")
@@ -44,12 +51,24 @@ def extend(
     no_adafreq: Annotated[bool, typer.Option("--no-adafreq", help="Leave the frequencies as they start.")] = False,
     no_adascale: Annotated[bool, typer.Option("--no-adascale", help="Leave the attention scale as it starts.")] = False,
     share_heads: Annotated[bool, typer.Option("--share-heads", help="One table and scale for all heads.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="Backbone in float32 or bfloat16. [default: as stored]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Backbone in float32 or bfloat16. \\[default: as stored]")] = None,
     grad_ckpt: Annotated[
-        bool | None, typer.Option("--grad-ckpt/--no-grad-ckpt", help="Recompute activations. [default: from 4k]")
+        bool | None, typer.Option("--grad-ckpt/--no-grad-ckpt", help="Recompute activations. \\[default: from 4k]")
     ] = None,
-    save_steps: Annotated[int | None, typer.Option(help="Steps between checkpoints. [default: ten a stage]")] = None,
+    attn: Annotated[
+        str,
+        typer.Option(help="Attention: auto, sdpa, eager, flash_attention_2; auto takes flash where it is installed."),
+    ] = "auto",
+    save_steps: Annotated[int | None, typer.Option(help="Steps between checkpoints. \\[default: ten a stage]")] = None,
+    keep: Annotated[int, typer.Option(help="Checkpoints of a stage that stay.")] = 2,
+    report_to: Annotated[str | None, typer.Option(help="A tracker, such as tensorboard.")] = None,
     seed: Annotated[int, typer.Option(help="Windows, their order and LoRA's start follow from this.")] = 0,
+    eval_data: Annotated[
+        Path | None, typer.Option(help="A text that NLL is compared on, before and after, when the run has finished.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what each stage needs of memory, from headers alone, and stop.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that ropex wrote.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -59,46 +78,104 @@ def extend(
     [bold]Examples[/bold]
       ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048
       ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048 --resume
+      ropex extend ./SmolLM2-135M -o run --recipe smollm2-135m-16k --data books/ --eval-data held-out.txt
+      ropex extend ./Llama-3-8B --recipe llama3-8b-64k --plan
       ropex extend ./SmolLM2-135M -o healed --target 16k --data books/ --to rope-id --strategy full --dtype float32
     """
-    tokens, pieces = length(target), length(window) if window else None
+    asked = {
+        "source": source,
+        "target": length(target) if target else None,
+        "data": data,
+        "strategy": strategy,
+        "to": to,
+        "params": settings(tunables or []) or None,
+        "window": length(window) if window else None,
+        "pack": pack,
+        "steps_warmup": steps_warmup,
+        "steps_joint": steps_joint,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "lr_freq": lr_freq,
+        "lr_scale": lr_scale,
+        "lr_lora": lr_lora,
+        "lr_full": lr_full,
+        "init": init,
+        "ada_freq": not no_adafreq,
+        "ada_scale": not no_adascale,
+        "share_heads": share_heads,
+        "dtype": dtype,
+        "attn": attn,
+        "grad_ckpt": grad_ckpt,
+        "save_steps": save_steps,
+        "keep": keep,
+        "report_to": report_to,
+        "seed": seed,
+    }
+    if recipe is not None:
+        from ropex.train.recipe import read_recipe
+
+        flags = {"ada_freq": "no_adafreq", "ada_scale": "no_adascale", "params": "tunables"}
+        given = {
+            key: value
+            for key, value in asked.items()
+            if getattr(context.get_parameter_source(flags.get(key, key)), "name", "") == "COMMANDLINE"
+        }
+        asked = read_recipe(recipe) | given
+    src, texts = asked.pop("source", None), asked.pop("data", None)
+    if not src:
+        raise typer.BadParameter("give the checkpoint, here or in the recipe", param_hint="SRC")
+    if plan:
+        show_plan(src, asked, as_json)
+        return
+    for value, hint in ((out, "--out"), (texts, "--data")):
+        if not value:
+            raise typer.BadParameter("give it", param_hint=hint)
+    assert out is not None
+    asked.setdefault("target", None)
     from ropex.train.extend import extend as run
 
-    result = run(
-        source,
-        out,
-        target=tokens,
-        data=data,
-        strategy=strategy,
-        window=pieces,
-        pack=pack,
-        steps_warmup=steps_warmup,
-        steps_joint=steps_joint,
-        batch_size=batch_size,
-        accumulation=accumulation,
-        lr_freq=lr_freq,
-        lr_scale=lr_scale,
-        lr_lora=lr_lora,
-        lr_full=lr_full,
-        to=to,
-        params=settings(tunables or []) or None,
-        init=init,
-        ada_freq=not no_adafreq,
-        ada_scale=not no_adascale,
-        share_heads=share_heads,
-        dtype=dtype,
-        grad_ckpt=grad_ckpt,
-        save_steps=save_steps,
-        seed=seed,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    result = run(src, out, data=texts, resume=resume, overwrite=overwrite, **asked)
+    compared = compare(src, out, eval_data, result) if result["finished"] and eval_data else None
     if as_json:
-        print_json(result)
+        print_json(result | ({"nll": compared} if compared else {}))
     if not result["finished"]:
         fail(f"stopped before the end: go on with the same command and --resume (so far: {out})")
         raise typer.Exit(1)
-    if not as_json:
-        stdout().print(
-            f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`"
-        )
+    if as_json:
+        return
+    if compared:
+        show_nll(compared)
+    stdout().print(f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`")
+
+
+def compare(source: str, out: Path, text: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """NLL of the source and of the run at the window and at the target; kept in the run with a plot."""
+    from ropex.eval.nll import evaluate_nll
+    from ropex.eval.plot import plot_nll
+    from ropex.train.runfolder import NLL, PLOT
+
+    target = result["settings"]["target"]
+    with progress() as say:
+        report = evaluate_nll([source, str(out)], [text], [target], dtype=result["settings"]["dtype"], progress=say)
+    (out / NLL).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    plot_nll(report, out / PLOT)
+    note(f"the table is in {out / NLL}, a picture of it in {out / PLOT}")
+    return report
+
+
+def show_plan(source: str, asked: dict[str, Any], as_json: bool) -> None:
+    """Bytes by stage and by what holds them."""
+    from ropex.train.plan import plan
+
+    result = plan(source, **asked)
+    if as_json:
+        print_json(result)
+        return
+    shown = table(f"{source}: memory of each stage, a process", "stage", *result["stages"])
+    for part in next(iter(result["stages"].values())):
+        shown.add_row(part, *(f"{stage[part] / 2**30:,.2f} GiB" for stage in result["stages"].values()))
+    console = stdout()
+    console.print(shown)
+    console.print(f"{result['device']} has {result['available'] / 2**30:,.2f} GiB")
+    for remark in result["notes"]:
+        note(remark)

@@ -41,14 +41,14 @@ def inspect(
         shown.add_row(name, value)
     console = stdout()
     console.print(shown)
-    if scale := facts.get("scale"):
+    if (scale := facts.get("scale")) and facts["method"] == "adarope":
         heads = table("Scale by head", "layer", "tau: least", "median", "most", "gamma: least", "median", "most")
         for layer in scale:
             spread = [f(layer[kind]) for kind in ("tau", "gamma") for f in (min, median, max)]
             heads.add_row(str(layer["layer"]), *(f"{value:.4f}" for value in spread))
         console.print(heads)
     if check := facts.get("check"):
-        losses = table("A short text under both pairings", "pairing", "NLL")
+        losses = table("A short text", "pairing", "NLL, nats a token")
         for pairing in ("half-split", "interleaved"):
             losses.add_row(pairing, f"{check[pairing]:.3f}")
         console.print(losses)

@@ -24,9 +24,10 @@ def verify(
     if as_json:
         print_json(result)
         return
+    hashes = f"{result['hashed']} of {result['files']} files have the hash they were written with"
     stdout().print(
-        f"{result['path']}: whole. {result['tensors']} tensors as index and config say, {result['hashed']} of "
-        f"{result['files']} files with the hash they were written with"
+        f"{result['path']}: {result['tensors']} tensors as index and config say, "
+        + (hashes if result["files"] else "and no hashes to compare with")
     )
     for remark in result["notes"]:
         note(remark)

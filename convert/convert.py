@@ -6,19 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ropex.checkpoint import locate
-from ropex.config import ADAROPE, Rope, rope_of, write_rope
+from ropex.checkpoint import is_pickled, locate
+from ropex.config import ADAROPE, Rope, canonical, rope_of, write_rope
 from ropex.convert import plan
 from ropex.convert.heads import head_of, row_index
 from ropex.convert.modeling import adarope_config, plain_config, write_modeling
 from ropex.convert.output import check_output, whole_folder, write_json, write_manifest
 from ropex.convert.shards import Shard, sha256, write
 from ropex.convert.source import Source, every, open_source, raise_tokenizer_limit
-from ropex.convert.weights import dtype_name, reorder, write_index, write_shards
+from ropex.convert.weights import dtype_name, reorder, write_index, write_shard, write_shards
 from ropex.errors import CheckpointError, OptionError, RopexError, UnsupportedError
 from ropex.families import Pairing
 from ropex.spec import Length, RotarySpec, make_spec, spec_of
-from ropex.tables import method, stock_table, two_lengths
+from ropex.tables import method, stock_block, stock_table
 
 if TYPE_CHECKING:
     import torch
@@ -75,56 +75,74 @@ def convert(
     asked = {"factor": factor, "target": target, "init": init, "params": params, "share_heads": share_heads}
     spec = _spec(src, rope, to, wanted, {**asked, "length": length, "sliding": sliding})
     stock = _stock_parameters(spec, rope)
-    unchanged = to is None or (_check_effect(spec, rope) if stock is None else spec.identity)
+    kept = to is None and ADAROPE in src.config  # the heads of a converted source, as they are
+    unchanged = kept or (_check_effect(spec, rope) if stock is None else spec.identity)
     config = _config(src.config, rope, spec, stock)
     rotary = {} if stock else src.rotary() or rotary_tensors(spec, rope)
-    notes = _notes(spec, rope) + src.notes
-    shards = plan.plan_shards(src.checkpoint, rope, wanted, bool(rotary)) if src.checkpoint else None
+    notes = _notes(spec, rope, src, stock) + src.notes
+    if link and src.checkpoint is None:
+        notes.append("--link has no effect here: every tensor is written anew")
+    elif link and not _same_disk(src.path, out):
+        link = False
+        notes.append("files cannot be linked across disks: they are copied")
+    shards = plan.plan_shards(src.checkpoint, rope, wanted, bool(rotary)) if src.checkpoint else []
     result = {
         "out": str(out),
         "method": spec.method,
         "format": "per-head" if stock is None else "stock",
         "pairing": wanted,
-        "unchanged": unchanged,
+        "unchanged": unchanged and from_pairing in (None, rope_of(src.config).pairing),
         "window": spec.window,
         "target": spec.target,
         "added_parameters": sum(t.numel() for n, t in rotary.items() if spec.learned and not n.endswith("theta0")),
         "notes": notes,
         **({"adapter": tally} if tally else {}),
     }
+    described = plan.describe(shards, src.config, config, link)
+    if src.checkpoint is None:
+        described["bytes"] = src.bytes
     if dry_run:
-        if shards is None:
-            raise OptionError(
-                "--dry-run plans what happens to the shards of a safetensors folder: here every tensor is written anew"
-            )
-        return result | {"plan": plan.describe(shards, src.config, config, link)}
+        return result | {"plan": described}
     if src.checkpoint and link:
         notes.append("linked shards were not read: check them with `ropex verify`")
     elif src.checkpoint:
         plan.require_finite(src.checkpoint, rope)
-    need = src.bytes if shards is None else plan.describe(shards, {}, {}, link)["bytes"]
-    with whole_folder(out, sources, overwrite, need) as staging:
+    with whole_folder(out, sources, overwrite, described["bytes"]) as staging:
         src.carry(staging)
-        raise_tokenizer_limit(staging, spec.target)
+        if not any(staging.glob("tokenizer*")):
+            notes.append("no tokenizer came along: put its files into the output before it is used")
+        if spec.target > rope.max_position_embeddings:
+            raise_tokenizer_limit(staging, spec.target)
         hashes: dict[str, str | None] = {}
-        if shards is None:
+        if src.checkpoint is None:
             _stream(src, rope, wanted, rotary, staging)
         else:
             hashes = _write(shards, rotary, staging, link, progress or (lambda what, done, total: None))
         if stock is None:
             write_modeling(staging, rope.family)
         write_json(staging / "config.json", config)
-        write_manifest(staging, "convert", str(source), hashes, spec=spec.block(), adapter=adapter and str(adapter))
+        made_by = {"spec": spec.block(), "adapter": adapter and str(adapter)}
+        write_manifest(staging, "convert", str(source), hashes, **made_by)
     return result
+
+
+def _same_disk(source: Path, out: Path) -> bool:
+    """Can a file of `source` have a second name in `out`?"""
+    place = out.expanduser().resolve()
+    while not place.exists():
+        place = place.parent
+    return all(file.resolve().stat().st_dev == place.stat().st_dev for file in source.glob("*.safetensors"))
 
 
 def _rope(src: Source, from_pairing: Pairing | None) -> Rope:
     rope = rope_of(src.config)
     if from_pairing is None:
         return rope
+    if src.checkpoint is None and not is_pickled(src.path):
+        raise OptionError(f"--from-pairing: the format of {src.path} says how its rows lie: leave the option out")
     if ADAROPE in src.config and from_pairing != rope.pairing:
         raise OptionError(f"--from-pairing: {src.path} records its pairing, {rope.pairing}: leave the option out")
-    return replace(rope, pairing=from_pairing)
+    return replace(rope, pairing=from_pairing, local=rope.local and replace(rope.local, pairing=from_pairing))
 
 
 def _spec(src: Source, rope: Rope, to: str | None, wanted: Pairing, asked: dict[str, Any]) -> RotarySpec:
@@ -135,12 +153,20 @@ def _spec(src: Source, rope: Rope, to: str | None, wanted: Pairing, asked: dict[
                 f"{src.path} is converted already: convert its parent, or train it on with `ropex extend`"
             )
         return make_spec(to, rope, pairing=wanted, **asked)
-    if given := [k for k, v in asked.items() if v not in (None, False, "position")]:
-        raise OptionError(f"--{given[0].replace('_', '-')} belongs to a method: give one with --to")
     if wanted == rope.pairing:
         raise OptionError(f"{src.path} is {wanted} already: give a method with --to, or the other pairing")
     own = spec_of(src.config)
-    return replace(own, pairing=wanted) if own else make_spec("rope", rope, pairing=wanted)
+    given = [k for k, v in asked.items() if v not in (None, False, "position") and (own or k not in ("params",))]
+    if given:
+        raise OptionError(f"--{given[0].replace('_', '-')} belongs to a method: give one with --to")
+    if own is None:
+        return make_spec("rope", rope, pairing=wanted, params=asked["params"])
+    if rope.local is not None and not own.sliding:
+        raise UnsupportedError(
+            f"the sliding layers of {src.path} are not converted, and their code turns {rope.family.pairing} pairs: "
+            "give --pairing when you convert the parent, with --sliding-layers"
+        )
+    return replace(own, pairing=wanted)
 
 
 def rotary_tensors(spec: RotarySpec, rope: Rope) -> Rotary:
@@ -164,27 +190,29 @@ def _check_effect(spec: RotarySpec, rope: Rope) -> bool:
 
 def _stock_parameters(spec: RotarySpec, rope: Rope) -> dict[str, Any] | None:
     """The rope_parameters block of a stock config, or None where only the per-head format can say it."""
-    entry = method(spec.method)
-    if spec.learned or entry.log_coef or entry.stock is None or spec.pairing != rope.family.pairing:
+    if spec.learned or spec.log_coef or spec.pairing != rope.family.pairing:
         return None
-    return entry.stock(rope, spec.params)
+    return stock_block(spec.method, rope, spec.params)
 
 
 def _config(config: dict[str, Any], rope: Rope, spec: RotarySpec, stock: dict[str, Any] | None) -> dict[str, Any]:
+    config = canonical(config)
     if stock is None:
         return adarope_config(config, rope, spec)
     plain = plain_config(config, rope.family)
-    if spec.method == "rope":  # the parent's own words stay
-        return plain
+    claims = {} if spec.target == rope.max_position_embeddings else {"max_position_embeddings": spec.target}
+    if spec.method == "rope" and plain.get("rope_theta") is not None:  # the parent's own words, which all readers know
+        return plain | claims
     local = None
     if rope.local is not None:
         local = {"rope_type": rope.local.rope_type, "rope_theta": rope.local.rope_theta, **rope.local.scaling}
         if spec.sliding:
-            local = method(spec.method).stock(rope.local, spec.params)  # type: ignore[misc]
-    return write_rope(plain, stock, local) | {"max_position_embeddings": spec.target}
+            local = stock_block(spec.method, rope.local, spec.params)
+    geometry = {} if spec.method == "rope" else {"head_dim": rope.head_dim}  # some readers take silence for None
+    return write_rope(plain, stock, local) | claims | geometry
 
 
-def _notes(spec: RotarySpec, rope: Rope) -> list[str]:
+def _notes(spec: RotarySpec, rope: Rope, src: Source, stock: dict[str, Any] | None) -> list[str]:
     notes = []
     if method(spec.table_method).heals:
         notes.append(f"'{spec.table_method}' breaks a pretrained model until it is trained; evaluate before you use it")
@@ -195,8 +223,9 @@ def _notes(spec: RotarySpec, rope: Rope) -> list[str]:
         )
     elif spec.target > spec.window and not spec.identity:
         notes.append(f"the config now claims {spec.target} tokens; the weights were trained for {spec.window}")
-    if rope.window < rope.max_position_embeddings and rope.rope_type == "yarn":
-        notes.append(f"the parent was extended before: this starts from its original {rope.window} tokens")
+    if rope.rope_type == "yarn" and ADAROPE not in src.config:
+        how = "its yarn table is kept" if spec.identity else f"this starts from its original {rope.window} tokens"
+        notes.append(f"the parent was extended before, to {rope.max_position_embeddings} tokens: {how}")
     if rope.rotary_dim < rope.head_dim and method(spec.table_method).ours is not None:
         notes.append(
             f"{rope.rotary_dim} of {rope.head_dim} channels turned before; '{spec.table_method}' counts its pairs "
@@ -208,8 +237,8 @@ def _notes(spec: RotarySpec, rope: Rope) -> list[str]:
             f"the parent changes tables above {tokens} tokens; this has the {choice} one at every length "
             f"(--set table={other} for the other)"
         )
-    elif two_lengths(rope) and spec.method != "rope":
-        notes.append("the parent's two longrope tables are replaced")
+    if stock is None or stock["rope_type"] == "proportional":
+        notes.append("other tools load this with transformers 5.24 or later")
     return notes
 
 
@@ -227,9 +256,7 @@ def _write(
         found = {name: future and future.result() for name, future in hashes.items()}
     weight_map, total = plan.weight_map(shards)
     if rotary:
-        from safetensors.torch import save_file
-
-        save_file(rotary, folder / plan.ROTARY_SHARD, shards[0].metadata)
+        write_shard(folder / plan.ROTARY_SHARD, rotary, shards[0].metadata)
         weight_map |= dict.fromkeys(rotary, plan.ROTARY_SHARD)
         total += sum(t.numel() * 4 for t in rotary.values())
     if len(set(weight_map.values())) > 1 or shards[0].name != plan.SINGLE:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from ropex.checkpoint import RUN, TRAINED, is_gguf, is_run, locate, run_source
-from ropex.config import ADAROPE, Rope, read_json, rope_of, write_rope
+from ropex.config import ADAROPE, Rope, canonical, read_json, rope_of, write_rope
 from ropex.convert.heads import Head, head_of, query_rows
 from ropex.convert.modeling import adarope_config, plain_config, write_modeling
 from ropex.convert.output import check_output, whole_folder, write_json, write_manifest
@@ -16,7 +16,7 @@ from ropex.convert.source import Source, every, open_source, parse_size, raise_t
 from ropex.convert.weights import write_shards
 from ropex.errors import CheckpointError, OptionError, UnsupportedError
 from ropex.spec import RotarySpec, spec_of
-from ropex.tables import longrope_block, method
+from ropex.tables import longrope_block, stock_block
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def export(
     with whole_folder(out, [src.path], overwrite, need) as staging:
         tensors = _merged_tensors(trained, rope, plan.query_scale, cast, written)
         if to == "gguf":
-            _write_gguf(src, config, tensors, staging, out.name)
+            _write_gguf(src, config, tensors, staging, out.name.removesuffix(".gguf"))
         else:
             metadata = src.checkpoint.metadata if src.checkpoint else {}
             write_shards(_then(tensors, plan.rotary), staging, limit, metadata)
@@ -159,14 +159,23 @@ def _plan(trained: Trained, rope: Rope, bake_length: int | None, scale: bool) ->
     if spec is None:
         if bake_length is not None or not scale:
             raise OptionError("this checkpoint has no length-dependent scale: leave --bake-length and --no-scale out")
-        return Plan(config, {}, {}, [])
+        return Plan(config if config.get("rope_theta") is not None else _both_spellings(config, rope), {}, {}, [])
     if spec.learned and not spec.share_heads:
         if bake_length is not None or not scale:
             raise OptionError(
                 "per-head AdaRoPE exports with its scale in a modeling file: leave --bake-length and --no-scale out"
             )
-        return Plan(adarope_config(config, rope, spec), trained.rotary, {}, [])
+        newer = "other tools load this with transformers 5.24 or later"
+        return Plan(adarope_config(canonical(config), rope, spec), trained.rotary, {}, [newer])
     return _stock_plan(trained, spec, rope, bake_length, scale)
+
+
+def _both_spellings(config: dict[str, Any], rope: Rope) -> dict[str, Any]:
+    """A stock config whose rope readers of transformers 4 find as well."""
+    main, local = (
+        r and {"rope_type": r.rope_type, "rope_theta": r.rope_theta, **r.scaling} for r in (rope, rope.local)
+    )
+    return write_rope(canonical(config), main, local)  # type: ignore[arg-type]
 
 
 def _stock_plan(trained: Trained, spec: RotarySpec, rope: Rope, bake_length: int | None, scale: bool) -> Plan:
@@ -201,17 +210,20 @@ def _stock_plan(trained: Trained, spec: RotarySpec, rope: Rope, bake_length: int
 
     def block(own: Rope) -> dict[str, Any]:
         head, _ = _first_head(trained, spec, own)
-        entry, fresh = method(spec.table_method), bool((head.delta == 0).all())
-        if fresh and entry.stock is not None and attention_factor == spec.table(own).attention_factor:
-            return entry.stock(own, spec.params)
+        block = stock_block(spec.table_method, own, spec.params) if bool((head.delta == 0).all()) else None
+        if block is not None and attention_factor == spec.table(own).attention_factor:
+            return block
         return longrope_block(head.theta()[0].detach(), own, attention_factor, spec.target / spec.window)
 
     local = None
     if rope.local is not None:
         own = {"rope_type": rope.local.rope_type, "rope_theta": rope.local.rope_theta, **rope.local.scaling}
         local = block(rope.local) if spec.sliding else own
-    config = write_rope(plain_config(trained.source.config, rope.family), block(rope), local)
-    return Plan(config | {"max_position_embeddings": spec.target}, {}, query_scale, notes)
+    config = write_rope(plain_config(canonical(trained.source.config), rope.family), block(rope), local)
+    if config["rope_scaling"] and config["rope_scaling"]["rope_type"] == "proportional":
+        notes.append("other tools load this with transformers 5.24 or later")
+    stated = {"max_position_embeddings": spec.target, "head_dim": rope.head_dim}
+    return Plan(config | stated, {}, query_scale, notes)
 
 
 def _first_head(trained: Trained, spec: RotarySpec, rope: Rope) -> tuple["AdaRotary", bool]:

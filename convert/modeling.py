@@ -35,7 +35,7 @@ def equip(model, config):
             log_coef=block["log_coef"],
             interleaved=block["pairing"] == "interleaved",
             length=block["length"],
-            upcast={float32},
+            upcast={float32!r},
             turn_scale=block["turn_scale"],
         )
 

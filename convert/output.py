@@ -27,10 +27,15 @@ def check_output(out: Path, sources: list[Path], overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise OutputError(f"{out} is a file: choose a folder")
     if target.exists() and any(target.iterdir()):
+        if not (target / PROVENANCE).exists():
+            raise OutputError(
+                f"{out} exists and was not written by ropex: choose another folder, or remove it yourself"
+            )
         if not overwrite:
             raise OutputError(f"{out} exists: choose another folder, or replace it with --overwrite")
-        if not (target / PROVENANCE).exists():
-            raise OutputError(f"{out} was not written by ropex, so --overwrite will not delete it: remove it yourself")
+        ours = {PROVENANCE, *json.loads((target / PROVENANCE).read_text(encoding="utf-8")).get("files", {})}
+        if odd := sorted(path.name for path in target.iterdir() if path.name not in ours):
+            raise OutputError(f"{out} holds {odd[0]}, which ropex did not write: move it, or choose another folder")
     parent = target.parent
     while not parent.exists():
         parent = parent.parent
@@ -46,14 +51,15 @@ def whole_folder(out: Path, sources: list[Path], overwrite: bool, need: int) -> 
     """
     check_output(out, sources, overwrite)
     target = out.expanduser().resolve()
-    staging = target.parent / f".{target.name}.partial"
+    staging, old = (target.parent / f".{target.name}.{os.getpid()}.{what}" for what in ("partial", "replaced"))
     made = _missing_parents(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
         if need > free:
-            raise OutputError(f"{out} needs {need / 1e9:.2f} GB and {free / 1e9:.2f} GB are free: free some space")
-        shutil.rmtree(staging, ignore_errors=True)  # what a killed run left
+            raise OutputError(f"{out} needs {need / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free: free some space")
+        _clear_up(target)
+        check_output(out, sources, overwrite)
         staging.mkdir()
         yield staging
         for path in staging.rglob("*"):
@@ -61,9 +67,8 @@ def whole_folder(out: Path, sources: list[Path], overwrite: bool, need: int) -> 
                 path.chmod(0o644)  # safetensors writes files that only their owner may read
                 sync(path)
         sync(staging)
-        old = target.parent / f".{target.name}.replaced"
-        shutil.rmtree(old, ignore_errors=True)
         if target.exists():
+            check_output(out, sources, overwrite)  # another run may have finished meanwhile
             target.rename(old)
         staging.rename(target)
         sync(target.parent)
@@ -78,6 +83,29 @@ def whole_folder(out: Path, sources: list[Path], overwrite: bool, need: int) -> 
         if isinstance(error, OSError):
             raise OutputError(f"{out} could not be written: {error}") from None
         raise
+
+
+def _clear_up(target: Path) -> None:
+    """Remove what killed runs left beside the target. One killed between its last two renames left the older output
+    under another name: it gets its own back."""
+    for left in target.parent.glob(f".{target.name}.*"):
+        number, _, what = left.name.removeprefix(f".{target.name}.").partition(".")
+        if what not in ("partial", "replaced") or not number.isdigit() or _lives(int(number)):
+            continue
+        if what == "replaced" and not target.exists():
+            left.rename(target)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return process != os.getpid()
 
 
 def _missing_parents(folder: Path) -> list[Path]:

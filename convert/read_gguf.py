@@ -128,7 +128,7 @@ def open_gguf(path: Path) -> "GGUFReader":
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise UnsupportedError("GGUF files need the gguf package: pip install 'ropex[gguf]'") from None
+        raise UnsupportedError("GGUF files need the gguf package: pip install gguf sentencepiece") from None
     try:
         reader = GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:

@@ -123,8 +123,8 @@ def trained_window(params: dict[str, Any]) -> int:
     theta = _theta(params)
     if theta not in _WINDOWS:
         raise CheckpointError(
-            f'{PARAMS} does not say how many tokens the model was trained for: add "max_seq_len" to it '
-            f"(rope_theta is {theta:g}, which no model of Meta's has)"
+            f"{PARAMS} does not say how many tokens the model was trained for (rope_theta is {theta:g}, which no model "
+            "of Meta's has): give --window, such as 8k"
         )
     return _WINDOWS[theta]
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ropex.checkpoint import Checkpoint, locate, open_checkpoint
+from ropex.checkpoint import Checkpoint, is_run, locate, open_checkpoint
 from ropex.config import ADAROPE, Rope, read_json
 from ropex.convert.heads import head_of
 from ropex.convert.output import PROVENANCE
 from ropex.convert.plan import require_finite
 from ropex.convert.shards import is_finite, sha256
 from ropex.convert.source import is_rotary
-from ropex.errors import CheckpointError
+from ropex.errors import CheckpointError, UnsupportedError
 
 
 def verify(path: str | Path, progress: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
@@ -21,6 +21,14 @@ def verify(path: str | Path, progress: Callable[[str, int, int], None] | None = 
     Returns {"path", "tensors", "files", "hashed", "notes"}. The first thing that is wrong is a CheckpointError.
     """
     folder = locate(path)
+    if is_run(folder):
+        raise UnsupportedError(f"{path} is a run, which checks its own hashes: write it by `ropex export`, verify that")
+    if folder.is_file():
+        raise UnsupportedError(f"{path} is a file: give the folder that `ropex export --format gguf` wrote")
+    if (folder / PROVENANCE).exists() and not (folder / "config.json").exists():  # GGUF: one file, hashed
+        notes: list[str] = []
+        files, hashed = _files(folder, notes, progress or (lambda what, done, total: None))
+        return {"path": str(folder), "tensors": 0, "files": files, "hashed": hashed, "notes": notes}
     checkpoint = open_checkpoint(folder)
     rope = checkpoint.rope
     for fault in _shapes(checkpoint, rope):

@@ -84,6 +84,14 @@ class _Shard:
         self._file.close()
 
 
+def write_shard(path: Path, tensors: "dict[str, torch.Tensor]", metadata: dict[str, str]) -> None:
+    """Write one file of tensors."""
+    shard = _Shard(path, metadata)
+    for name, tensor in tensors.items():
+        shard.add(name, tensor)
+    shard.close()
+
+
 def write_shards(
     tensors: Iterable[tuple[str, "torch.Tensor"]], folder: Path, max_bytes: int, metadata: dict[str, str]
 ) -> None:

@@ -62,7 +62,7 @@ def write_gguf(
     try:
         from gguf import GGUFWriter, LlamaFileType
     except ImportError:
-        raise UnsupportedError("writing GGUF needs the gguf package: pip install 'ropex[gguf]'") from None
+        raise UnsupportedError("writing GGUF needs the gguf package: pip install gguf sentencepiece") from None
     rope = _checked(config)
     writer = GGUFWriter(out, _FAMILIES[config["model_type"]], use_temp_file=True)
     _add_model(writer, config, rope, out.stem)

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ropex.config import Rope, read_json, rope_of
+from ropex.config import ADAROPE, Rope, read_json, rope_of
 from ropex.errors import CheckpointError, OptionError
 from ropex.hub import fetch, looks_like_hub_id
 from ropex.spec import RotarySpec, spec_of
@@ -64,7 +64,8 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        return sum(t.size for t in self.tensors.values())
+        """Of the model, tables and scales of converted heads not counted."""
+        return sum(t.size for name, t in self.tensors.items() if f".{ADAROPE}." not in name)
 
     @property
     def dtype(self) -> str:

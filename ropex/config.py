@@ -73,7 +73,8 @@ def backbone_type(config: dict[str, Any]) -> str | None:
 def rope_of(config: dict[str, Any]) -> Rope:
     """Read config.json's content; contradictions and impossible values are errors that name key and value."""
     fam = family(backbone_type(config), config)
-    config = {_FOREIGN_KEYS.get(key, key): value for key, value in config.items()}
+    if fam.model_type == "gpt_neox":
+        config = {_FOREIGN_KEYS.get(key, key): value for key, value in config.items()}
     try:
         layers, heads, hidden = (int(config[k]) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
         claimed = int(config["max_position_embeddings"])
@@ -91,10 +92,12 @@ def rope_of(config: dict[str, Any]) -> Rope:
     def rope(block: dict[str, Any], turning: tuple[int, ...], local: Rope | None = None) -> Rope:
         block = dict(block)
         rope_type, theta = block.pop("rope_type", "default"), block.pop("rope_theta")
-        partial = block.get("partial_rotary_factor", 1.0 if fam.partial is None else fam.partial)
-        rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
+        rotary_dim = head_dim
         if fam.partial is not None:
-            block["partial_rotary_factor"] = partial
+            partial = block.setdefault("partial_rotary_factor", fam.partial)
+            rotary_dim = int(head_dim * partial)
+        elif rope_type != "proportional":  # no reader of these families looks at it
+            block.pop("partial_rotary_factor", None)
         if rope_type == "longrope":
             _require_factors(block, rotary_dim // 2)
             if "original_max_position_embeddings" in config:  # Phi-3 keeps it beside the block, and that one counts
@@ -219,6 +222,16 @@ def _number(value: Any, key: str, at_least: float) -> float:
     if value < at_least:
         raise CheckpointError(f"config.json: {key} is {value!r}, below {at_least:g}")
     return float(value)
+
+
+def canonical(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with today's name of its rope type, where an older one stands that readers have forgotten."""
+    out = dict(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        block = config.get(key)
+        if isinstance(block, dict) and "su" in (block.get("type"), block.get("rope_type")):
+            out[key] = {k: v for k, v in block.items() if k != "type"} | {"rope_type": "longrope"}
+    return out
 
 
 def write_rope(

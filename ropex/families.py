@@ -25,7 +25,8 @@ class Family:
     partial: the share of a head's channels that turns where the config is silent; None where all do.
     theta, head_dim, kv_heads: what the config class takes where config.json is silent. head_dim None: hidden/heads;
         kv_heads None: as many as query heads.
-    float32: the modeling code rotates in float32, whatever the model's dtype.
+    float32: the modeling code rotates in float32, whatever the model's dtype: with float32's cosines, or with cosines
+        rounded to that dtype first. longrope_only: its config knows no other scaling.
     rotating: the `layer_types` that turn, or `no_rope_layers` where a list of flags says it; None: all layers do.
     period: every period-th layer is the odd one where no list is given, and the config key that changes that number.
     two_tables: sliding and full attention have a rope of their own each.
@@ -52,7 +53,8 @@ class Family:
     theta: float = 10_000.0
     head_dim: int | None = None
     kv_heads: int | None = None
-    float32: bool = False
+    float32: Literal["", "throughout", "of rounded cosines"] = ""
+    longrope_only: bool = False
     rotating: str | None = None
     period: tuple[str, int] = ("", 0)
     two_tables: bool = False
@@ -104,12 +106,12 @@ FAMILIES: dict[str, Family] = {
             "gemma3_text", "Gemma3", "Gemma3TextConfig", "Gemma3TextModel", kv_heads=4, head_dim=256, theta=1e6,
             two_tables=True, period=("sliding_window_pattern", 6), unit_offset=True, **_head_norms(),
         ),
-        Family("olmo", "Olmo", float32=True),
-        Family("olmo2", "Olmo2", float32=True, **_head_norms()),
-        Family("olmo3", "Olmo3", theta=5e5, float32=True, two_tables=True, period=("", 4), **_head_norms()),
+        Family("olmo", "Olmo", float32="throughout"),
+        Family("olmo2", "Olmo2", float32="throughout", **_head_norms()),
+        Family("olmo3", "Olmo3", theta=5e5, float32="throughout", two_tables=True, period=("", 4), **_head_norms()),
         Family("olmoe", "Olmoe", **_head_norms()),
         Family("phi", "Phi", partial=0.5, o_proj="dense", norm_flag="qk_layernorm", **_head_norms("{}_layernorm")),
-        Family("phi3", "Phi3", partial=1.0, fused="qkv_proj"),
+        Family("phi3", "Phi3", partial=1.0, fused="qkv_proj", longrope_only=True),
         Family(
             "stablelm", "StableLm", kv_heads=32, partial=0.25, norm_flag="qk_layernorm",
             **_head_norms("{}_layernorm"),
@@ -121,10 +123,11 @@ FAMILIES: dict[str, Family] = {
         Family("glm", "Glm", kv_heads=2, head_dim=128, partial=0.5, pairing="interleaved"),
         Family("glm4", "Glm4", kv_heads=2, head_dim=128, partial=0.5, pairing="interleaved"),
         Family(
-            "cohere", "Cohere", theta=5e5, pairing="interleaved", float32=True, norm_flag="use_qk_norm", **_head_norms()
+            "cohere", "Cohere", theta=5e5, pairing="interleaved", float32="of rounded cosines",
+            norm_flag="use_qk_norm", **_head_norms(),
         ),
         Family(
-            "cohere2", "Cohere2", pairing="interleaved", float32=True,
+            "cohere2", "Cohere2", pairing="interleaved", float32="of rounded cosines",
             rotating="sliding_attention", period=("sliding_window_pattern", 4),
         ),
         Family("granite", "Granite"),

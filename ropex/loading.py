@@ -19,7 +19,7 @@ from ropex.checkpoint import (
     run_source,
     split_method,
 )
-from ropex.config import ADAROPE, read_json, rope_of
+from ropex.config import ADAROPE, canonical, read_json, rope_of
 from ropex.errors import CheckpointError, OptionError, UnsupportedError
 from ropex.lora import LORA_A, LORA_B, merge_into
 from ropex.seam import ROTARY_TENSORS, attach, load_rotary_state
@@ -85,7 +85,7 @@ def backbone_config(config: dict[str, Any]) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     rope_of(config)  # contradictions surface here, before transformers picks a side
-    plain = {k: v for k, v in config.items() if k not in (ADAROPE, "auto_map", "model_type")}
+    plain = {k: v for k, v in canonical(config).items() if k not in (ADAROPE, "auto_map", "model_type")}
     model_type = config[ADAROPE]["backbone"] if ADAROPE in config else config["model_type"]
     try:
         return AutoConfig.for_model(model_type, **plain)
@@ -122,7 +122,7 @@ def load_checkpoint(
                 checkpoint.path, config=config, dtype=dtype or "auto", attn_implementation=attn,
                 use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
-        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{checkpoint.path} does not load: {_first_line(error)}") from None
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
@@ -156,7 +156,9 @@ def _load_gguf(path: Path, dtype: torch.dtype | None, attn: str | None) -> "PreT
                 dtype=dtype or torch.float32, attn_implementation=attn,
             )  # fmt: skip
         except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} does not load as GGUF: {_first_line(error)}") from None
+            raise CheckpointError(
+                f"{path} does not load as GGUF ({_first_line(error)}): try `ropex convert {path} -o OUT --to rope`"
+            ) from None
     rope_of(model.config.to_dict())
     return model
 
@@ -166,7 +168,7 @@ def _refuse_lost_rope(path: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise UnsupportedError("reading GGUF needs the gguf package: pip install 'ropex[gguf]'") from None
+        raise UnsupportedError("reading GGUF needs the gguf package: pip install gguf sentencepiece") from None
     try:
         reader = GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:

@@ -36,12 +36,13 @@ class AdaRotary(nn.Module):
         log_coef: float = 0.0,
         interleaved: bool = False,
         length: str = "position",
-        upcast: bool = False,
+        upcast: str = "",
         turn_scale: float = 1.0,
         device: torch.device | None = None,
     ) -> None:
-        """upcast: rotate q and k in float32 whatever their dtype, as some architectures do. turn_scale: a factor on the
-        query's turning channels alone, as transformers applies YaRN's where only a part of the head turns."""
+        """upcast: rotate q and k in float32 whatever their dtype, as some architectures do: "throughout", or "of
+        rounded cosines", which have q's dtype first. turn_scale: a factor on the query's turning channels alone, as
+        transformers applies YaRN's where only a part of the head turns."""
         super().__init__()
         self.window, self.log_coef, self.interleaved, self.length = window, log_coef, interleaved, length
         self.upcast, self.turn_scale = upcast, turn_scale
@@ -80,8 +81,11 @@ class AdaRotary(nn.Module):
         with torch.autocast(q.device.type, enabled=False):
             # Angles and their cosines in float32, cast once: 16-bit positions collapse neighbouring tokens.
             angles = position_ids[:, None, :, None].float() * self.theta()[:, None]
-            dtype = torch.float32 if self.upcast else q.dtype
-            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            cos, sin = angles.cos(), angles.sin()
+            if self.upcast != "throughout":
+                cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+            if self.upcast:
+                cos, sin = cos.float(), sin.float()
             if cos.shape[1] > 1:  # query heads of a group share their key's rotation
                 groups = q.shape[1] // cos.shape[1]
                 q_cos, q_sin = cos.repeat_interleave(groups, 1), sin.repeat_interleave(groups, 1)

@@ -32,11 +32,11 @@ def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
         raise UnsupportedError("this model is converted already: load the parent checkpoint, or continue this one")
     layers = spec.layers(rope)
     fresh = {id(own): spec.fresh(own) for own in layers.values()}
-    first: AdaRotary | None = None
+    first: dict[int, AdaRotary] = {}
 
     def make(layer: torch.nn.Module) -> AdaRotary:
-        nonlocal first
-        values = fresh[id(layers[layer.layer_idx])]  # type: ignore[index]
+        own = layers[layer.layer_idx]  # type: ignore[index]
+        values = fresh[id(own)]
         rotary = AdaRotary(
             rope.pairs,
             len(values["tau"]),
@@ -46,7 +46,7 @@ def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
             interleaved=spec.pairing == "interleaved",
             length=spec.length,
             upcast=rope.family.float32,
-            turn_scale=spec.turn_scale(rope),
+            turn_scale=spec.turn_scale(own),
             device=next(layer.parameters()).device,
         )
         with torch.no_grad():
@@ -55,9 +55,9 @@ def attach(model: "PreTrainedModel", spec: RotarySpec) -> "PreTrainedModel":
         rotary.delta.requires_grad_(spec.learned and spec.ada_freq)
         rotary.tau.requires_grad_(spec.learned and spec.ada_scale)
         rotary.gamma.requires_grad_(spec.learned and spec.ada_scale)
-        if spec.shared:  # one set of parameters for the whole model
-            first = first or rotary
-            rotary.delta, rotary.tau, rotary.gamma = first.delta, first.tau, first.gamma
+        if spec.shared:  # one set of parameters for all layers of a table
+            same = first.setdefault(id(own), rotary)
+            rotary.delta, rotary.tau, rotary.gamma = same.delta, same.tau, same.gamma
         return rotary
 
     made = install(model, rope.family.attention, layers, make)

@@ -118,6 +118,8 @@ def make_spec(
     method(name)
     if sliding and rope.local is None:
         raise OptionError("--sliding-layers: no layer of this checkpoint has a table for sliding attention alone")
+    if share_heads and name != ADAROPE:
+        raise OptionError(f"--share-heads is for adarope: '{name}' has one table for all heads")
     if sliding and share_heads:
         raise OptionError("--share-heads makes one table of all, and sliding layers have one of their own: give one")
     if init is not None and name != ADAROPE:
@@ -137,7 +139,8 @@ def make_spec(
         factor = target / window if target is not None else 1.0
     start = (init or "rope") if name == ADAROPE else name
     params = dict(params or {})
-    if name == ADAROPE and start == "rope":
+    pairing = pairing or rope.pairing
+    if start == "rope" and (name == ADAROPE or pairing != rope.family.pairing):
         if rope.rope_type == "dynamic":
             raise OptionError(
                 "the checkpoint's 'dynamic' changes its table with every length, and a head has one table: start from "
@@ -145,7 +148,6 @@ def make_spec(
             )
         if two_lengths(rope):  # a head has one table at every length: the one for long inputs, unless asked
             params.setdefault("table", "long")
-    pairing = pairing or rope.pairing
     if rope.local is not None and pairing != rope.family.pairing and not sliding:
         if start != "rope":
             raise OptionError(f"in {pairing} pairing every layer is converted: give --sliding-layers with '{start}'")

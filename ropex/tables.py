@@ -322,7 +322,7 @@ def resolve_params(name: str, rope: Rope, factor: float, given: Params) -> dict[
     if name != "rope" and rope.rope_type not in ("default", "yarn"):
         raise OptionError(
             f"the checkpoint was trained with rope type '{rope.rope_type}', and '{name}' would discard that: "
-            "only --to adarope --init rope keeps its table"
+            "only adarope that starts from it (--init rope) keeps its table"
         )
     resolved = {"factor": factor, **known, **given}
     if resolved.get("table") is not None and (not two_lengths(rope) or resolved["table"] not in ("short", "long")):
@@ -333,6 +333,18 @@ def resolve_params(name: str, rope: Rope, factor: float, given: Params) -> dict[
 def two_lengths(rope: Rope) -> bool:
     """Does the checkpoint change between two longrope tables with the length of its input?"""
     return rope.rope_type == "longrope" and rope.scaling["short_factor"] != rope.scaling["long_factor"]
+
+
+def stock_block(name: str, rope: Rope, params: Params) -> RopeParameters | None:
+    """The rope_parameters block by which a stock config states the method; None where none can."""
+    stock = method(name).stock
+    if stock is None:
+        return None
+    block = stock(rope, params)
+    if name != "rope" and rope.family.longrope_only and block["rope_type"] not in ("default", "longrope"):
+        found = stock_table(rope, block)
+        return longrope_block(found.theta, rope, found.attention_factor, params["factor"])
+    return block
 
 
 def table(name: str, rope: Rope, params: Params) -> Table:

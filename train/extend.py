@@ -1,6 +1,5 @@
 """extend: train a checkpoint's rotary embedding, and then LoRA with it, for a longer context."""
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 
 from ropex.config import ADAROPE
-from ropex.errors import OptionError, RopexError, UnsupportedError
+from ropex.errors import OptionError, RopexError
 from ropex.loading import as_dtype, load, load_tokenizer, quiet
 from ropex.seam import attach, rope_of_model
 from ropex.spec import RotarySpec, make_spec
@@ -18,6 +18,8 @@ from ropex.train import runfolder
 from ropex.train.documents import sources, tokenise
 from ropex.train.loss import batch_loss
 from ropex.train.memory import estimate
+from ropex.train.plan import require_fit
+from ropex.train.recipe import RECIPE, write_recipe
 from ropex.train.report import Report, size
 from ropex.train.settings import Settings, check, differing, resolve
 from ropex.train.stages import Stage
@@ -28,11 +30,10 @@ from ropex.train.trainable import (
     counts,
     lora_targets,
     restore,
-    spread,
     trainable,
     trained_state,
 )  # fmt: skip
-from ropex.train.trainer import KEPT_CHECKPOINTS, StageTrainer, Stop
+from ropex.train.trainer import StageTrainer, Stop
 from ropex.train.windows import Corpus, Windows
 
 if TYPE_CHECKING:
@@ -71,7 +72,10 @@ def extend(
     dtype: str | None = None,
     seed: int = 0,
     save_steps: int | None = None,
+    keep: int = 2,
     grad_ckpt: bool | None = None,
+    attn: str = "auto",
+    report_to: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     console: "Console | None" = None,
@@ -91,16 +95,17 @@ def extend(
         target=target, strategy=strategy, window=window, pack=pack, steps_warmup=steps_warmup, steps_joint=steps_joint,
         batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale, lr_lora=lr_lora,
         lr_full=lr_full, lora_r=lora_r, lora_alpha=lora_alpha, to=to, init=init, ada_freq=ada_freq, ada_scale=ada_scale,
-        share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps, grad_ckpt=grad_ckpt,
+        share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps,
+        keep=keep, grad_ckpt=grad_ckpt, attn=attn, report_to=report_to,
     )  # fmt: skip
     check(asked)
     if resume and overwrite:
         raise OptionError("resume continues the run that overwrite would replace: give one of them")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UnsupportedError("training runs in one process: start it without torchrun or accelerate launch")
+    everyone = PartialState(cpu=not torch.cuda.is_available())  # one process, or what torchrun and accelerate started
     if "@" in Path(src).name and not Path(src).exists():
         raise OptionError(f"{src}: a method on the fly cannot be trained; leave '@...' out and choose it with --init")
-    report, place, source = Report(console), Path(out).expanduser(), runfolder.source_name(src)
+    report = Report(console, everyone.is_main_process)
+    place, source = Path(out).expanduser(), runfolder.source_name(src)
     place = place.resolve() if place.is_symlink() else place  # a rename would replace the link
     runfolder.check_place(place, source, resume, overwrite)
     before = runfolder.read_run(place) if resume else None
@@ -117,8 +122,10 @@ def extend(
     model, settings, spec = _model(source, asked, params)
     report.say("reading the training text")
     tokenizer = load_tokenizer(source)
-    corpus = tokenise(data, tokenizer, settings.sample_tokens, model.config.vocab_size, settings.pack, report.say)
+    with everyone.main_process_first():  # the others find its tokens in the cache
+        corpus = tokenise(data, tokenizer, settings.sample_tokens, model.config.vocab_size, settings.pack, report.say)
     _say_corpus(report, corpus, settings)
+    report.say(f"attention: {model.config._attn_implementation}, device: {everyone.device}")
     run = {
         "source": source,
         "spec": spec.block(),
@@ -141,12 +148,16 @@ def extend(
             report.say(f"versions differ from those that began the run: {before['versions']}")
         run = before
     _check_space(place, model, settings)
-    if before is None:
+    everyone.wait_for_everyone()
+    if before is None and everyone.is_main_process:
         runfolder.create(place, run)
+        asked_again = {"source": source, "data": list(data), **({"params": dict(params)} if params else {})}
+        write_recipe(place / RECIPE, asked_again | settings.block())
+    everyone.wait_for_everyone()
     try:
         finished = _train(model, settings, corpus, place, run, report)
     except RopexError:
-        if before is None and not runfolder.read_log(place):  # it failed before a step was made
+        if before is None and everyone.is_main_process and not runfolder.read_log(place):  # it failed before a step
             shutil.rmtree(place)
         raise
     return _summary(place, run, finished)
@@ -156,7 +167,7 @@ def _model(
     source: str, asked: Settings, params: Mapping[str, Any] | None
 ) -> tuple["PreTrainedModel", Settings, RotarySpec]:
     """The converted model, the resolved settings, and the spec."""
-    model = load(source, asked.dtype)
+    model = load(source, asked.dtype, attn=_attention(asked.attn))
     spec: RotarySpec | None = getattr(model, "ropex_spec", None)
     if spec is None:
         if asked.target is None:
@@ -180,6 +191,17 @@ def _model(
     return model, resolve(asked, spec.target, str(_spelled(model.dtype))), spec
 
 
+def _attention(asked: str) -> str | None:
+    """transformers' name of the attention to use; None lets transformers choose (sdpa where the family has it)."""
+    from transformers.utils import is_flash_attn_2_available
+
+    if asked == "flash_attention_2" and not is_flash_attn_2_available():
+        raise OptionError("flash attention is not installed: pip install flash-attn on a machine with a GPU")
+    if asked != "auto":
+        return asked
+    return "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else None
+
+
 def _spelled(dtype: str | torch.dtype | None) -> str | None:
     """One spelling a dtype, so that bf16 and bfloat16 are the same setting."""
     return None if dtype is None else str(as_dtype(dtype)).removeprefix("torch.")
@@ -198,10 +220,10 @@ def _train(
         # Re-entrant checkpointing gives a frozen backbone no gradients, or a table that all layers share a crash.
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.disable_input_require_grads()  # only the re-entrant kind needs it
-    first = 0
+    first, everyone = 0, PartialState()
     with Stop(report.say) as stop, quiet():
         for number, stage in enumerate(settings.stages):
-            folder, count = place / stage.name, settings.steps(stage) * settings.samples_a_step
+            folder, count = place / stage.name, settings.steps(stage) * settings.samples_a_step * everyone.num_processes
             if stage.lora:
                 add_lora(model, settings.lora_r, settings.lora_alpha, settings.seed + number)
             state = runfolder.read_trained(folder, report.say)
@@ -214,10 +236,14 @@ def _train(
                 )
                 if not _make_stage(model, stage, settings, windows, place, report, stop):
                     return False
-                block = run | {"lora": _lora_block(model, settings, stage)}
-                runfolder.write_trained(folder, block, trained_state(model))
+                if everyone.is_main_process:
+                    block = run | {"lora": _lora_block(model, settings, stage)}
+                    runfolder.write_trained(folder, block, trained_state(model))
+                everyone.wait_for_everyone()
             first += count
-    runfolder.write_trained(place, run, trained_state(model))
+    if everyone.is_main_process:
+        runfolder.write_trained(place, run, trained_state(model))
+    everyone.wait_for_everyone()
     report.say(f"finished: {place}")
     return True
 
@@ -235,9 +261,11 @@ def _make_stage(
     folder, steps = place / stage.name, settings.steps(stage)
     choose(model, stage, settings.ada_freq, settings.ada_scale)
     _say_stage(report, stage, model, settings)
+    require_fit(model, stage, settings)
 
     def record(line: dict[str, Any]) -> None:
-        runfolder.append_log(place, line | spread(model))
+        if PartialState().is_main_process:
+            runfolder.append_log(place, line)
         report.step(line)
 
     trainer = StageTrainer(model, stage, settings, windows, folder, record, stop)
@@ -247,7 +275,9 @@ def _make_stage(
     if checkpoint:
         report.say(f"stage {stage.name} continues after step {done}")
     earlier = [s.name for s in settings.stages[: settings.stages.index(stage)]]
-    runfolder.rewind_log(place, stage, done, earlier)
+    with PartialState().main_process_first():
+        if PartialState().is_main_process:
+            runfolder.rewind_log(place, stage, done, earlier)
     with report.stage(stage.name, steps, done):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if trainer.state.global_step < steps:
@@ -292,7 +322,7 @@ def _check_space(place: Path, model: "PreTrainedModel", settings: Settings) -> N
     rotary = rope.layers * (rope.kv_heads * rope.pairs + 2 * rope.heads)  # at most
     last = settings.stages[-1]
     numbers = rotary + (lora if last.lora else 0) + (sum(p.numel() for p in model.parameters()) if last.full else 0)
-    runfolder.check_space(place, numbers * 4 * 3 * (KEPT_CHECKPOINTS + 1) * len(settings.stages))
+    runfolder.check_space(place, numbers * 4 * 3 * (settings.keep + 1) * len(settings.stages))
 
 
 def _say_corpus(report: Report, corpus: Corpus, settings: Settings) -> None:

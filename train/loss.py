@@ -3,7 +3,9 @@
 B batch, T tokens, H hidden size, V vocabulary.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -59,3 +61,15 @@ def batch_loss(
     ).last_hidden_state
     total = summed_nll(states, batch["labels"], head, chunk or chunk_tokens(head.weight.shape[0]))
     return total / torch.as_tensor(items, device=total.device).clamp(min=1)
+
+
+@contextmanager
+def loss_as_forward(model: "PreTrainedModel") -> Iterator[None]:
+    """Inside, calling the model with (batch, items), or calling what wraps it to train on several devices, gives
+    batch_loss: such wrappers add up gradients of what went through their own forward alone."""
+    changed: Any = model
+    changed.forward = lambda batch, items: batch_loss(model, batch, items)
+    try:
+        yield
+    finally:
+        del changed.forward

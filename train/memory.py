@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ropex.seam import rope_of_model
 from ropex.train.loss import chunk_tokens
 from ropex.train.settings import Settings
 from ropex.train.trainable import Trained
@@ -20,9 +21,10 @@ def estimate(model: "PreTrainedModel", tensors: list[Trained], settings: Setting
     config, trained = model.config, sum(t.parameter.numel() for t in tensors)
     width = next(model.parameters()).element_size()
     tokens = settings.batch_size * settings.sample_tokens
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    rope = rope_of_model(model)
+    heads, kv_heads, head_dim, layers = rope.heads, rope.kv_heads, rope.head_dim, rope.layers
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = tokens * (hidden * (4 * 4 + 4 * width) + head_dim * (heads + kv_heads) * 6 * width + inner * 5 * width)
     kept = layers * tokens * hidden * width + layer if settings.grad_ckpt else layers * layer
     parts = {

@@ -13,14 +13,15 @@ _SECONDS_BETWEEN_LINES = 15.0
 class Report:
     """Tells of a run on a console; a stage is a `with` block around its steps."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(self, console: Console | None = None, speaks: bool = True) -> None:
+        """speaks: False in every process but the first."""
+        self.console = console or Console(stderr=True, quiet=not speaks)
         self._bar: Progress | None = None
         self._stage, self._total, self._started, self._last_line, self._first = "", 0, 0.0, 0.0, 0
 
     def say(self, text: str) -> None:
         """One line."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def stage(self, name: str, total: int, done: int = 0) -> "Report":
         """Begin a stage of `total` steps, of which `done` were made in an earlier run."""

@@ -18,10 +18,12 @@ from ropex.checkpoint import RUN, TRAINED, is_run, locate
 from ropex.config import read_json
 from ropex.errors import OutputError
 from ropex.train import atomic
+from ropex.train.recipe import RECIPE
 from ropex.train.report import size
 from ropex.train.stages import STRATEGIES, Stage
 
 LOG = "log.jsonl"
+NLL, PLOT = "nll.json", "nll.png"  # before and after, where they were compared
 _STAGE_NAMES = {stage.name for stages in STRATEGIES.values() for stage in stages}
 
 
@@ -54,7 +56,7 @@ def check_place(place: Path, source: str, resume: bool, overwrite: bool) -> None
 
 
 def _ours(path: Path) -> bool:
-    return path.name in {RUN, TRAINED, LOG, *_STAGE_NAMES} or path.name.endswith(".tmp")
+    return path.name in {RUN, TRAINED, LOG, RECIPE, NLL, PLOT, *_STAGE_NAMES} or path.name.endswith(".tmp")
 
 
 def check_space(place: Path, needed: int) -> None:

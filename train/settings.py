@@ -22,7 +22,9 @@ class Settings:
     that an unconverted source gets; init: where adarope starts from. steps_warmup: optimiser steps of the warm-up;
     steps_joint: of the stage after it, or of the only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA
     matrices; lr_full: all weights. save_steps: steps between checkpoints, a tenth of the longest stage unless given.
-    grad_ckpt: recompute activations in the backward pass.
+    keep: checkpoints of a stage that stay, the newest, and others to fall back to should it be damaged. grad_ckpt:
+    recompute activations in the backward pass. attn: transformers' attention implementation; auto takes flash attention
+    on a GPU where it is installed. report_to: a tracker that transformers knows, such as tensorboard.
     """
 
     target: int | None
@@ -45,9 +47,12 @@ class Settings:
     ada_scale: bool = True
     share_heads: bool = False
     dtype: str | None = None
+    attn: str = "auto"
     seed: int = 0
     save_steps: int | None = None
+    keep: int = 2
     grad_ckpt: bool | None = None
+    report_to: str | None = None
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -75,7 +80,7 @@ def check(settings: Settings) -> None:
     steps = ["steps_warmup"] * (WARMUP in settings.stages) + ["steps_joint"] * (settings.stages != (WARMUP,))
     wrong = [
         f"{name} is {getattr(settings, name)}, not a whole number of 1 or more"
-        for name in ("batch_size", "accumulation", "lora_r", *steps)
+        for name in ("batch_size", "accumulation", "lora_r", "keep", *steps)
         if getattr(settings, name) < 1
     ]
     for name in ("lr_freq", "lr_scale", "lr_lora", "lr_full", "lora_alpha"):

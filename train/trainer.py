@@ -17,16 +17,15 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ropex.checkpoint import TRAINED
 from ropex.errors import CheckpointError, OutputError, RopexError
 from ropex.train import atomic
-from ropex.train.loss import batch_loss
+from ropex.train.loss import loss_as_forward
 from ropex.train.settings import Settings
 from ropex.train.stages import Stage
-from ropex.train.trainable import WEIGHT, restore, trainable, trained_state
+from ropex.train.trainable import WEIGHT, restore, spread, trainable, trained_state
 from ropex.train.windows import Windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT_CHECKPOINTS = 2  # the newest, and one to fall back to should it be damaged
 WARMUP_SHARE = 0.05
 MAX_GRAD_NORM = 1.0
 
@@ -89,10 +88,11 @@ class StageTrainer(Trainer):
             train_sampling_strategy="sequential",  # the windows are in random order already
             seed=settings.seed,
             remove_unused_columns=False,
-            average_tokens_across_devices=False,
+            average_tokens_across_devices=True,
+            ddp_find_unused_parameters=False,
             dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
-            report_to="none",
+            report_to=settings.report_to or "none",
             log_level="error",
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # without this, two visible GPUs mean DataParallel
@@ -107,7 +107,8 @@ class StageTrainer(Trainer):
     ) -> Any:
         if num_items_in_batch is None:
             raise RuntimeError("the Trainer did not count the labels of the step")
-        loss = batch_loss(model, inputs, num_items_in_batch)
+        # `items` are the labels of all processes, whose gradients are then averaged
+        loss = model(inputs, num_items_in_batch) * self.accelerator.num_processes
         if not torch.isfinite(loss):
             raise self._diverged("loss", float(loss))
         return (loss, {}) if return_outputs else loss
@@ -150,20 +151,25 @@ class StageTrainer(Trainer):
         if "loss" not in logs:
             return
         seconds, step = time.perf_counter() - self._began, self.state.global_step
-        a_step = self.settings.samples_a_step
+        a_step = self.settings.samples_a_step * self.accelerator.num_processes
         first = self.windows.first + (step - 1) * a_step
-        self.record(
-            {
-                "stage": self.stage.name,
-                "step": step,
-                "loss": logs["loss"],
-                "tokens_per_second": a_step * self.windows.window / seconds,
-                "seconds": seconds,
-                "lr": self._rates,
-                "grad_norm": logs["grad_norm"],
-                "windows": [first, first + a_step - 1],
-            }
-        )
+        line = {
+            "stage": self.stage.name,
+            "step": step,
+            "loss": logs["loss"],
+            "tokens_per_second": a_step * self.windows.window / seconds,
+            "seconds": seconds,
+            "lr": self._rates,
+            "grad_norm": logs["grad_norm"],
+            "windows": [first, first + a_step - 1],
+        } | spread(self.trained)
+        self.record(line)
+        if self.settings.report_to:
+            self.control = self.callback_handler.on_log(self.args, self.state, self.control, _flat(line))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with loss_as_forward(self.trained):
+            return super().train(*args, **kwargs)
 
     # --- checkpoints: everything into a folder aside, then one rename -----------------------------------------------
 
@@ -171,22 +177,29 @@ class StageTrainer(Trainer):
         return str(self._destination)
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        aside = self.folder / atomic.PARTIAL
+        aside, first = self.folder / atomic.PARTIAL, self.is_world_process_zero()
         name = f"{atomic.PREFIX}{self.state.global_step}"
-        shutil.rmtree(aside, ignore_errors=True)
+        if first:
+            shutil.rmtree(aside, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
         self._destination = aside
         try:
             with atomic.writing(aside / name):
                 super()._save_checkpoint(model, trial)
-                atomic.seal(aside / name)
-                atomic.publish(aside / name, self.folder / name)
+                self.accelerator.wait_for_everyone()  # each process has random numbers of its own to keep
+                if first:
+                    atomic.seal(aside / name)
+                    atomic.publish(aside / name, self.folder / name)
         except RuntimeError as error:  # what torch.save raises on a full disk
             reason = str(error).splitlines()[0]
             raise OutputError(f"{name} cannot be written ({reason}): free space and continue with --resume") from None
         finally:
             self._destination = self.folder
-            shutil.rmtree(aside, ignore_errors=True)
-        atomic.rotate(self.folder, KEPT_CHECKPOINTS)
+            if first:
+                shutil.rmtree(aside, ignore_errors=True)
+        if first:
+            atomic.rotate(self.folder, self.settings.keep)
+        self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or self.folder)
@@ -214,8 +227,24 @@ class _Watch(TrainerCallback):
         self.trainer.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop.asked:
+        if self._anyone_asked():
             control.should_save = control.should_training_stop = True
+
+    def _anyone_asked(self) -> bool:
+        """A signal may reach one process a step before the other, and all have to end after the same one."""
+        if self.trainer.accelerator.num_processes == 1:
+            return self.stop.asked
+        flag = torch.tensor([self.stop.asked], device=self.trainer.accelerator.device, dtype=torch.int32)
+        return bool(self.trainer.accelerator.reduce(flag, "sum").item())
+
+
+def _flat(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a log line, for trackers that draw them."""
+    flat = {k: v for k, v in line.items() if isinstance(v, int | float)}
+    flat |= {f"lr/{name}": rate for name, rate in line["lr"].items()}
+    for kind in ("tau", "gamma", "|delta|"):
+        flat |= {f"{kind}/{part}": v for part, v in zip(("min", "median", "max"), line.get(kind, ()), strict=False)}
+    return flat
 
 
 class Stop:

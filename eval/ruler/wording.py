@@ -42,7 +42,7 @@ def load_wording() -> Wording:
     """Read the templates once. OptionError without lm-eval, UnsupportedError if its layout has changed."""
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
-        raise OptionError("the RULER tasks need lm-eval: pip install 'ropex[eval]'")
+        raise OptionError("the RULER tasks need lm-eval: pip install lm-eval wonderwords==2.2.0")
     version = importlib.metadata.version("lm_eval")
     try:
         return _read(Path(spec.submodule_search_locations[0]) / "tasks" / "ruler", version)
@@ -58,7 +58,7 @@ def load_words() -> dict[str, tuple[str, ...]]:
     try:
         from wonderwords import RandomWord
     except ImportError as error:
-        raise OptionError("the RULER tasks need wonderwords: pip install 'ropex[eval]'") from error
+        raise OptionError("the RULER tasks need wonderwords: pip install wonderwords==2.2.0") from error
     source = RandomWord()
     kinds = ("noun", "adjective", "verb")
     return {kind: tuple(sorted(set(source.filter(include_categories=[kind])))) for kind in kinds}

@@ -272,3 +272,74 @@ def test_stored_frequencies_are_left_out_where_they_match_and_refused_where_not(
     ):
         convert(folder, tmp_path / "b", "yarn", factor=2.0)
     assert not (tmp_path / "b").exists()
+
+
+# --- what real configs hold ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["partial_rotary_factor", "rotary_pct"])
+@torch.no_grad()
+def test_a_key_that_the_family_does_not_read_turns_no_head_in_part(folder, tmp_path, edit_config, tokens, model, key):
+    edit_config(folder, **{key: 0.5})
+    assert inspect(folder)["rotary_dim"] == 16
+    convert(folder, tmp_path / "ada", "adarope")
+    assert torch.equal(load(tmp_path / "ada")(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("method", ["yarn", "pi", "llama3"])
+@torch.no_grad()
+def test_a_family_that_knows_longrope_alone_gets_the_table_as_its_factors(saved, tmp_path, tokens, method):
+    path, _ = saved("phi3")
+    convert(path, tmp_path / "out", method, factor=2.0)
+    assert config_of(tmp_path / "out")["rope_parameters"]["rope_type"] == "longrope"
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    live = load(f"{path}@{method}:2")
+    assert (stock(tokens).logits - live(tokens).logits).abs().max() <= 10 * LOGITS
+
+
+def test_a_config_that_is_silent_on_head_dim_gets_it_said(saved, tmp_path, edit_config):
+    path, _ = saved("mixtral", hidden_size=128)
+    edit_config(path, ("head_dim",))
+    convert(path, tmp_path / "out", "yarn", factor=2.0)
+    assert config_of(tmp_path / "out")["head_dim"] == 16
+    load(tmp_path / "out")
+
+
+@torch.no_grad()
+def test_the_old_name_su_loads_and_is_written_as_longrope(longrope, edit_config, tmp_path, tokens):
+    """RX-22."""
+    path, model = longrope
+    block = config_of(path)["rope_parameters"]
+    old = {"type": "su", "short_factor": block["short_factor"], "long_factor": block["long_factor"]}
+    edit_config(path, ("rope_parameters",), rope_theta=block["rope_theta"], rope_scaling=old)
+    assert torch.equal(load(path)(tokens[:, :60]).logits, model(tokens[:, :60]).logits)
+    for method in ("rope", "adarope"):
+        convert(path, tmp_path / method, method)
+        assert '"su"' not in (tmp_path / method / "config.json").read_text()
+        load(tmp_path / method)
+
+
+def test_a_plain_rope_is_written_in_both_spellings(folder, tmp_path):
+    """RX-02: whoever reads the top level alone must not find a default."""
+    assert "rope_theta" not in config_of(folder)
+    convert(folder, tmp_path / "a", "rope")
+    export(folder, tmp_path / "b")
+    for out in ("a", "b"):
+        assert (
+            config_of(tmp_path / out)["rope_theta"] == config_of(tmp_path / out)["rope_parameters"]["rope_theta"] == 5e5
+        )
+
+
+def test_a_target_of_an_unchanged_table_is_what_the_config_claims(folder, tmp_path):
+    """RX-23."""
+    result = convert(folder, tmp_path / "out", "rope", target=512)
+    assert result["target"] == config_of(tmp_path / "out")["max_position_embeddings"] == 512
+    assert any("fails until it is trained" in note for note in result["notes"])
+
+
+def test_an_extended_parent_that_stays_as_it_is_is_not_said_to_start_over(folder, tmp_path):
+    convert(folder, tmp_path / "yarn", "yarn", factor=2.0)
+    notes = convert(tmp_path / "yarn", tmp_path / "kept", "rope")["notes"]
+    assert any("its yarn table is kept" in note for note in notes)
+    notes = convert(tmp_path / "yarn", tmp_path / "ntk", "ntk", factor=4.0)["notes"]
+    assert any("starts from its original 128 tokens" in note for note in notes)

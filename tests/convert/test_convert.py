@@ -94,7 +94,7 @@ def test_a_method_is_not_stacked_on_a_scaling_that_the_weights_were_trained_with
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama3 |= {"original_max_position_embeddings": 32, "rope_theta": 500000.0}
     edit_config(folder, rope_parameters=llama3)
-    with pytest.raises(OptionError, match="'llama3'.*--to adarope --init rope"):
+    with pytest.raises(OptionError, match="'llama3'.*--init rope"):
         convert(folder, tmp_path / "out", "yarn", factor=2.0)
     result = convert(folder, tmp_path / "ada", "adarope")
     tokens = torch.arange(3, 90)[None]

@@ -1,3 +1,4 @@
+import json
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import pytest
 
 from ropex.convert.convert import convert
 from ropex.convert.output import whole_folder
+from ropex.convert.verify import verify
 from ropex.errors import OutputError
 
 
@@ -113,3 +115,69 @@ def test_killed_while_writing_it_leaves_no_target_and_the_next_run_succeeds(fold
         assert [p.name for p in tmp_path.iterdir()] == ["T-llama"]
     convert(folder, out, "adarope")
     assert (out / "config.json").exists() and not (tmp_path / ".out.partial").exists()
+
+
+def test_files_that_ropex_did_not_write_survive_an_overwrite(folder, tmp_path):
+    """RX-47."""
+    convert(folder, tmp_path / "out", "adarope")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="holds notes.txt, which ropex did not write"):
+        convert(folder, tmp_path / "out", "yarn", factor=2.0, overwrite=True)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_neighbours_with_names_like_ours_stay(folder, tmp_path):
+    for name in (".out.partial", ".out.replaced", ".out.x.partial", f".out.{os.getppid()}.partial"):
+        (tmp_path / name).mkdir()
+    convert(folder, tmp_path / "out", "yarn", factor=2.0)
+    assert len(list(tmp_path.glob(".out.*"))) == 4
+
+
+def dead_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_an_older_output_that_a_kill_left_under_another_name_comes_back(folder, tmp_path):
+    convert(folder, tmp_path / "out", "adarope")
+    (tmp_path / "out").rename(tmp_path / f".out.{dead_process()}.replaced")
+    with pytest.raises(OutputError, match="exists"):
+        convert(folder, tmp_path / "out", "yarn", factor=2.0)
+    assert (tmp_path / "out" / "model-adarope.safetensors").exists() and not list(tmp_path.glob(".out.*"))
+
+
+def test_of_two_conversions_to_one_place_one_is_whole_and_the_other_is_told(sharded, tmp_path):
+    """Each works in a folder of its own."""
+    script = (
+        "import sys, time\nimport ropex.convert.convert as c\nwrite = c._write\n"
+        "def slow(*a):\n    out = write(*a)\n    time.sleep(float(sys.argv[3]))\n    return out\n"
+        "c._write = slow\nc.convert(sys.argv[1], sys.argv[2], sys.argv[4], factor=2.0)\n"
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", script, str(sharded), str(tmp_path / "out"), wait, method],
+                         stderr=subprocess.PIPE, text=True)
+        for wait, method in (("1.5", "yarn"), ("0", "pi"))
+    ]  # fmt: skip
+    errors = [run.communicate()[1] for run in runs]
+    assert sorted(run.returncode for run in runs) == [0, 1], errors
+    assert any("exists: choose another folder" in error for error in errors)
+    kind = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]["rope_type"]
+    assert json.loads((tmp_path / "out" / "ropex.json").read_text())["spec"]["method"] == {"linear": "pi"}.get(
+        kind, kind
+    )
+    verify(tmp_path / "out")
+
+
+def test_a_rotary_shard_that_does_not_fit_is_one_line(folder, tmp_path):
+    """Linked shards take no room, so it is the first thing written."""
+    script = (
+        "import resource, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))\n"
+        "import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nfrom ropex.cli import main\n"
+        f"sys.argv = ['ropex', 'convert', {str(folder)!r}, '-o', {str(tmp_path / 'out')!r}, '--to', 'adarope']\n"
+        "sys.argv += ['--link']\n"
+        "main()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 1 and "could not be written" in run.stderr and "Traceback" not in run.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["T-llama"]

@@ -18,6 +18,7 @@ from ropex.config import rope_of
 from ropex.convert.convert import convert
 from ropex.convert.heads import row_index
 from ropex.convert.pairing_check import check_pairing
+from ropex.convert.write_gguf import write_gguf
 from ropex.errors import OptionError, UnsupportedError
 from ropex.families import FAMILIES
 
@@ -180,3 +181,56 @@ def test_the_check_finds_wrongly_labelled_weights_and_from_pairing_mends_them(tm
     assert load_file(original.shards[0]).keys() == load_file(back.shards[0]).keys()
     for name, tensor in load_file(original.shards[0]).items():
         assert torch.equal(tensor, load_file(back.shards[0])[name])
+
+
+@torch.no_grad()
+def test_sliding_layers_never_run_rows_that_were_moved_away_from_them(tmp_path, tokens):
+    """Their own table stays stock, whose code turns the family's pairs."""
+    tiny("olmo3").save_pretrained(tmp_path / "a")
+    parent = load(tmp_path / "a")(tokens).logits
+    convert(tmp_path / "a", tmp_path / "ada", "adarope")
+    with pytest.raises(UnsupportedError, match="sliding layers .* are not converted"):
+        convert(tmp_path / "ada", tmp_path / "b", pairing="interleaved")
+    convert(tmp_path / "a", tmp_path / "c", "adarope", pairing="interleaved")
+    assert (load(tmp_path / "c")(tokens).logits - parent).abs().max() <= LOGITS
+    convert(tmp_path / "c", tmp_path / "d", pairing="half-split")
+    assert torch.equal(load(tmp_path / "d")(tokens).logits, parent)
+
+
+@torch.no_grad()
+def test_two_tables_of_different_scale_stay_two_under_the_other_pairing(tmp_path, tokens):
+    """OLMo 3 has YaRN on full attention alone: what layers share is shared within a table."""
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 64}
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    model = tiny("olmo3", rope_parameters={"full_attention": yarn, "sliding_attention": plain})
+    model.save_pretrained(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", pairing="interleaved")
+    assert (load(tmp_path / "b")(tokens).logits - model(tokens).logits).abs().max() <= LOGITS
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8,
+         "original_max_position_embeddings": 64},
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_a_table_that_changes_with_the_length_is_not_called_unchanged(tmp_path, folder, edit_config, tokens, block):
+    edit_config(folder, rope_parameters=block | {"rope_theta": 5e5})
+    if block["rope_type"] == "dynamic":
+        with pytest.raises(OptionError, match="changes its table with every length"):
+            convert(folder, tmp_path / "b", pairing="interleaved")
+        return
+    result = convert(folder, tmp_path / "b", pairing="interleaved", params={"table": "short"})
+    assert not result["unchanged"] and any("short one at every length" in note for note in result["notes"])
+    short = tokens[:1, :64]
+    assert (load(tmp_path / "b")(short).logits - load(folder)(short).logits).abs().max() <= LOGITS
+
+
+def test_a_repair_says_that_the_logits_change_and_a_format_that_knows_its_rows_takes_none(tmp_path, folder, model):
+    assert not convert(folder, tmp_path / "a", from_pairing="interleaved")["unchanged"]
+    write_gguf(model.config.to_dict(), model.state_dict().items(), folder, tmp_path / "tiny.gguf", None)
+    with pytest.raises(OptionError, match="says how its rows lie"):
+        convert(tmp_path / "tiny.gguf", tmp_path / "b", "rope", from_pairing="interleaved")

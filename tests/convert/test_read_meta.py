@@ -166,7 +166,7 @@ def test_the_window_is_guessed_aloud_and_can_be_given(tmp_path, model):
     assert "8192" in read_meta(folder).notes[0]
     given = read_meta(folder, window=128)
     assert given.config["max_position_embeddings"] == 128 and not given.notes
-    with pytest.raises(CheckpointError, match="max_seq_len"):
+    with pytest.raises(CheckpointError, match="--window"):
         trained_window({"rope_theta": 123456.0})
 
 

@@ -21,7 +21,7 @@ from ropex.convert.output import PROVENANCE
 from ropex.convert.shards import is_finite
 from ropex.convert.verify import verify
 from ropex.convert.weights import write_shards
-from ropex.errors import CheckpointError, OptionError, OutputError
+from ropex.errors import CheckpointError, OutputError, UnsupportedError
 
 
 def tensors_of(folder):
@@ -107,12 +107,16 @@ def test_a_linking_dry_run_writes_little(sharded, tmp_path):
     assert plan["config"]["max_position_embeddings"] == [128, 512]
 
 
-def test_only_a_safetensors_folder_has_a_plan(tmp_path, model):
+def test_a_source_that_is_rewritten_has_a_plan_without_shards(tmp_path, model):
     (tmp_path / "bin").mkdir()
     model.config.save_pretrained(tmp_path / "bin")
     torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
-    with pytest.raises(OptionError, match="--dry-run"):
-        convert(tmp_path / "bin", tmp_path / "out", "yarn", factor=2.0, dry_run=True)
+    result = convert(tmp_path / "bin", tmp_path / "out", "yarn", factor=2.0, dry_run=True, link=True)
+    assert not (tmp_path / "out").exists() and result["plan"]["shards"] == []
+    assert result["plan"]["config"]["max_position_embeddings"] == [128, 256]
+    size = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    assert 0 <= result["plan"]["bytes"] - size < 0.1 * size
+    assert any("--link has no effect" in note for note in result["notes"])
 
 
 # --- no torch, little memory (RX-37) ---------------------------------------------------------------------------------
@@ -287,6 +291,17 @@ def test_verify_says_what_it_could_not_compare(folder, sharded, tmp_path):
     convert(sharded, tmp_path / "out", "yarn", factor=2.0, link=True)
     notes = verify(tmp_path / "out")["notes"]
     assert sum("linked without being read" in note for note in notes) == len(open_checkpoint(sharded).shards)
+
+
+def test_verify_hashes_a_gguf_file_and_refuses_what_it_cannot_check(folder, tmp_path):
+    export(folder, tmp_path / "out.gguf", to="gguf")
+    assert (tmp_path / "out.gguf" / "out.gguf").exists()
+    assert verify(tmp_path / "out.gguf")["hashed"] == 1
+    flip(tmp_path / "out.gguf" / "out.gguf")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        verify(tmp_path / "out.gguf")
+    with pytest.raises(UnsupportedError, match="give the folder"):
+        verify(tmp_path / "out.gguf" / "out.gguf")
 
 
 def test_verify_reads_the_numbers_of_q_and_k(folder):

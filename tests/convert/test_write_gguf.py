@@ -221,7 +221,6 @@ def test_what_llama_cpp_does_not_compute_is_refused(saved, tmp_path, changes, re
     [
         {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 4.0},
         {"rope_type": "longrope", "rope_theta": 5e5, "long_factor": [4.0] * 8, "short_factor": [1.0] * 8},
-        {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     ],
 )
 def test_a_table_that_llama_cpp_cannot_have_is_refused(saved, tmp_path, block):

@@ -97,3 +97,14 @@ def test_gradients_reach_every_learned_part(name, tokens):
     for rotary in rotaries(model):
         for part in (rotary.delta, rotary.tau, rotary.gamma):
             assert part.grad is not None and part.grad.abs().max() > 0
+
+
+@families
+@torch.no_grad()
+def test_a_fresh_adarope_in_bfloat16_is_its_parent_exactly(name, tokens):
+    """Olmo rotates in float32, Cohere in float32 by cosines that were rounded first, the others in their own dtype."""
+    model = tiny(name)
+    for parameter in model.parameters():  # model.to(bfloat16) would round the parent's own table
+        parameter.data = parameter.data.bfloat16()
+    parent = model(tokens).logits
+    assert torch.equal(convert(model)(tokens).logits, parent)

@@ -53,7 +53,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     models: list[Any] = []
     module = sys.modules["ropex.train.extend"]
     load = module.load
-    monkeypatch.setattr(module, "load", lambda *a: models.append(load(*a)) or models[-1])
+    monkeypatch.setattr(module, "load", lambda *a, **k: models.append(load(*a, **k)) or models[-1])
     return models
 
 
@@ -326,9 +326,10 @@ def test_a_strategy_that_cannot_be_is_refused_before_anything_loads(run: Callabl
 def test_every_argument_arrives_where_it_belongs(run: Callable, tmp_path: Path) -> None:
     given = {
         "target": 200, "strategy": "warmup", "window": 48, "pack": False, "steps_warmup": 2, "steps_joint": 3,
-        "batch_size": 4, "accumulation": 5, "lr_freq": 0.006, "lr_scale": 0.007, "lr_lora": 0.008, "lr_full": 0.009, "lora_r": 9,
-        "lora_alpha": 10, "to": "adarope", "init": "pi", "ada_freq": False, "ada_scale": True, "share_heads": True,
-        "dtype": "bfloat16", "seed": 11, "save_steps": 12, "grad_ckpt": True,
+        "batch_size": 4, "accumulation": 5, "lr_freq": 0.006, "lr_scale": 0.007, "lr_lora": 0.008, "lr_full": 0.009,
+        "lora_r": 9, "lora_alpha": 10, "to": "adarope", "init": "pi", "ada_freq": False, "ada_scale": True,
+        "share_heads": True, "dtype": "bfloat16", "attn": "eager", "seed": 11, "save_steps": 12, "keep": 3,
+        "grad_ckpt": True, "report_to": "none",
     }  # fmt: skip
     assert run(**given)["settings"] == given
 

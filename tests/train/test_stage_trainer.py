@@ -144,7 +144,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
     def breaks(model: Any, batch: Any, items: Any) -> torch.Tensor:
         return real(model, batch, items) * (float("nan") if len(lines) == 2 else 1)
 
-    monkeypatch.setattr("ropex.train.trainer.batch_loss", breaks)
+    monkeypatch.setattr("ropex.train.loss.batch_loss", breaks)
     with pytest.raises(RopexError, match="the loss is nan at step 3 of stage warmup.*checkpoint-2, is kept"):
         trainer.train()
     assert atomic.whole(trainer.folder / "checkpoint-2")
