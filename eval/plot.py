@@ -10,6 +10,14 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _MARKERS = "os^Dvpx"
 
 
+def check_plot(path: Path) -> None:
+    """Can a figure be written there? Asked before an hour of evaluation, not after it."""
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise OptionError(f"{path} cannot be drawn: end the name of the figure in .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"{path.parent} does not exist: make that folder, or name another figure")
+
+
 def plot_nll(results: dict[str, Any], path: Path) -> None:
     """Draw what `evaluate_nll` returned: one panel a length, one line a checkpoint, native windows dashed.
 
@@ -20,8 +28,7 @@ def plot_nll(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     path = Path(path)
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise OptionError(f"{path} cannot be drawn: end the name of the figure in .png, .svg or .pdf")
+    check_plot(path)
     rows = results["results"]
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     names = list(dict.fromkeys(row["checkpoint"] for row in rows))
