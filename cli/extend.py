@@ -82,7 +82,7 @@ def extend(
       ropex extend ./Llama-3-8B --recipe llama3-8b-64k --plan
       ropex extend ./SmolLM2-135M -o healed --target 16k --data books/ --to rope-id --strategy full --dtype float32
     """
-    asked = {
+    asked: dict[str, Any] = {
         "source": source,
         "target": length(target) if target else None,
         "data": data,

@@ -90,6 +90,7 @@ class StageTrainer(Trainer):
             remove_unused_columns=False,
             average_tokens_across_devices=True,
             ddp_find_unused_parameters=False,
+            use_cpu=not torch.cuda.is_available(),
             dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
             report_to=settings.report_to or "none",
@@ -181,6 +182,8 @@ class StageTrainer(Trainer):
         name = f"{atomic.PREFIX}{self.state.global_step}"
         if first:
             shutil.rmtree(aside, ignore_errors=True)
+            with atomic.writing(aside):
+                (aside / name).mkdir(parents=True)
         self.accelerator.wait_for_everyone()
         self._destination = aside
         try:
@@ -202,6 +205,8 @@ class StageTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if not self.is_world_process_zero():
+            return
         folder = Path(output_dir or self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write_tensors(folder / TRAINED, trained_state(self.trained))

@@ -1,0 +1,40 @@
+from pathlib import Path
+
+import pytest
+
+from ropex.errors import OptionError
+from ropex.train import plan as module
+from ropex.train.extend import extend
+from ropex.train.plan import plan
+
+
+def test_a_plan_counts_each_stage_from_headers_alone(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").stat()
+    result = plan(str(checkpoint), target=1024, window=256, lora_r=8)
+    warmup, joint = result["stages"]["warmup"], result["stages"]["joint"]
+    numbers = 2 * (2 * 8 + 2 * 8)  # two layers: delta [2, 8], tau and gamma [8]
+    lora = 2 * 8 * (128 + 128 + 128 + 32)  # two layers, rank 8: A and B of q [128, 128] and k [32, 128]
+    assert warmup["optimiser"] == 12 * numbers and joint["optimiser"] == 12 * (numbers + lora)
+    assert warmup["total"] == sum(v for k, v in warmup.items() if k != "total")
+    assert warmup["activations"] > plan(str(checkpoint), target=1024, window=64)["stages"]["warmup"]["activations"]
+    assert result["notes"] == []
+
+
+def test_full_training_counts_every_weight(checkpoint: Path) -> None:
+    result = plan(str(checkpoint), target=256, to="yarn", strategy="full", dtype="float32")
+    assert result["stages"]["full"]["optimiser"] > 2 * result["stages"]["full"]["parameters"]
+
+
+def test_what_cannot_fit_is_refused_with_the_setting_that_would(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"target": 4096, "batch_size": 2, "grad_ckpt": False, "steps_warmup": 1, "steps_joint": 1}
+    needed = plan(str(checkpoint), **asked)["stages"]["warmup"]["total"]
+    monkeypatch.setattr(module, "_device", lambda: ("a small one", needed // 4))
+    said = plan(str(checkpoint), **asked)["notes"][0]
+    assert "stage warmup needs about" in said and "would fit" in said
+    with pytest.raises(OptionError, match="would fit"):
+        extend(checkpoint, tmp_path / "run", data=[str(text)], **asked)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(module, "_device", lambda: ("a tiny one", 1000))
+    assert "no setting makes it fit" in plan(str(checkpoint), **asked)["notes"][0]
