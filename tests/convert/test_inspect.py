@@ -1,8 +1,12 @@
 import subprocess
 import sys
 
+from safetensors.torch import save_file
+
+from ropex import load
 from ropex.convert.convert import convert
 from ropex.convert.inspect import inspect
+from ropex.seam import rotaries, rotary_state
 
 KEYS = {
     "family", "layers", "heads", "kv_heads", "head_dim", "rotary_dim", "pairing", "method", "rope_theta", "window",
@@ -37,3 +41,15 @@ def test_it_reads_headers_without_torch(folder):
     script += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_scale_of_every_head_is_shown(folder, tmp_path, stir):
+    """RX-18."""
+    convert(folder, tmp_path / "ada", "adarope")
+    live = load(tmp_path / "ada")
+    stir(live)
+    save_file(rotary_state(live), tmp_path / "ada" / "model-adarope.safetensors", {"format": "pt"})
+    shown = inspect(tmp_path / "ada")["scale"]
+    assert [layer["layer"] for layer in shown] == [0, 1, 2]
+    for layer, rotary in zip(shown, rotaries(live), strict=True):
+        assert layer["tau"] == rotary.tau.tolist() and layer["gamma"] == rotary.gamma.tolist()

@@ -241,3 +241,19 @@ def test_a_converted_model_is_not_saved_as_its_plain_parent(model, tmp_path):
     with pytest.raises(UnsupportedError, match="ropex export"):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@torch.no_grad()
+def test_beams_keep_their_own_positions(make_model, tokens, stir):
+    """RX-18: a batch of rows of different lengths, three beams each, against each row alone."""
+    model, pad = convert(make_model()), 23
+    stir(model)
+    rows = [tokens[0, : 60 - pad], tokens[1, :60]]
+    batch = torch.stack((torch.cat((torch.zeros(pad, dtype=torch.long), rows[0])), rows[1]))
+    mask = torch.ones_like(batch)
+    mask[0, :pad] = 0
+    asked = {"num_beams": 3, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(batch, attention_mask=mask, **asked)[:, 60:]
+    for row, got in zip(rows, together, strict=True):
+        alone = model.generate(row[None], attention_mask=torch.ones_like(row[None]), **asked)[0, len(row) :]
+        assert torch.equal(got, alone)
