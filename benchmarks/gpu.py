@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers.utils import is_flash_attn_2_available
 
+from ropex.convert.inspect import inspect
 from ropex.errors import RopexError
 from ropex.train.extend import extend
 
@@ -26,8 +27,10 @@ def measure(args: argparse.Namespace, window: int, attention: str, strategy: str
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    target = max(window, 2 * inspect(args.checkpoint)["window"])  # a shorter window skips over it
     extend(
-        args.checkpoint, run, target=window, data=[str(args.data)], strategy=strategy, steps_warmup=args.steps,
+        args.checkpoint, run, target=target, window=window, data=[str(args.data)], strategy=strategy,
+        steps_warmup=args.steps,
         steps_joint=args.steps, dtype=args.dtype, attn=attention, grad_ckpt=True, save_steps=10**6,
     )  # fmt: skip
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()][1:]

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_it_runs_and_names_its_device(tmp_path):
     run = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "gpu.py", "--data", ROOT / "demo" / "text" / "dev.txt", "--out", tmp_path,
-         "--windows", "256", "--steps", "2", "--dtype", "float32"],
+        [sys.executable, ROOT / "benchmarks" / "gpu.py", "--data", ROOT / "demo" / "text" / "dev.txt",
+         "--out", tmp_path, "--windows", "256", "--steps", "2", "--dtype", "float32"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
