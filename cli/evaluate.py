@@ -79,7 +79,7 @@ def ruler(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """RULER tasks that need no download; needs the extra: pip install 'ropex\\[eval]'.
+    """RULER tasks that need no download; needs lm-eval: pip install lm-eval wonderwords==2.2.0.
 
     [bold]Example[/bold]
       ropex eval ruler ./SmolLM2-135M ./SmolLM2-135M@yarn:2 --tasks niah_single_1,vt --lengths 4k,8k --samples 20

@@ -37,7 +37,7 @@ def test_lm_eval_is_read_and_never_imported() -> None:
 def test_without_lm_eval_the_hint_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wording.importlib.util, "find_spec", lambda name: None)
     wording.load_wording.cache_clear()
-    with pytest.raises(OptionError, match=r"pip install 'ropex\[eval\]'") as caught:
+    with pytest.raises(OptionError, match="pip install lm-eval wonderwords==2.2.0") as caught:
         wording.load_wording()
     assert "\n" not in str(caught.value)
     wording.load_wording.cache_clear()
@@ -46,7 +46,7 @@ def test_without_lm_eval_the_hint_is_one_line(monkeypatch: pytest.MonkeyPatch) -
 def test_without_wonderwords_the_hint_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wonderwords", None)
     wording.load_words.cache_clear()
-    with pytest.raises(OptionError, match=r"pip install 'ropex\[eval\]'"):
+    with pytest.raises(OptionError, match="pip install wonderwords==2.2.0"):
         wording.load_words()
     wording.load_words.cache_clear()
 
