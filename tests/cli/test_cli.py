@@ -91,3 +91,38 @@ def test_lengths_settings_and_names():
     assert [length(t) for t in ("16384", "16k", "1.5K", "1m")] == [16384, 16384, 1536, 1048576]
     assert lengths("4k,8k") == [4096, 8192] and names("a, b,") == ["a", "b"]
     assert settings(["beta_fast=16"]) == {"beta_fast": 16.0}
+
+
+def test_flags_win_over_a_recipe_and_silence_does_not(monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    import ropex.train.extend as module
+    from ropex.cli import app
+
+    seen = {}
+
+    def record(source, out, **asked):
+        seen.update(asked, source=source)
+        return {"finished": True, "settings": {}}
+
+    monkeypatch.setattr(module, "extend", record)
+    words = ["extend", "--recipe", "nano", "-o", str(tmp_path / "run"), "--data", "x.txt", "--lr-freq", "0.5"]
+    done = CliRunner().invoke(app, [*words, "--no-adascale", "--target", "4k"])
+    assert done.exit_code == 0, done.output
+    assert (seen["source"], seen["data"], seen["lr_freq"], seen["target"]) == ("nano", ["x.txt"], 0.5, 4096)
+    assert seen["steps_joint"] == 70 and seen["lr_scale"] == 0.02  # the recipe's, where the flag's default is another
+    assert seen["ada_scale"] is False and "ada_freq" not in seen
+
+
+def test_a_run_without_a_checkpoint_or_a_text_is_a_usage_error(tmp_path):
+    done = ropex("extend", "-o", tmp_path / "run", "--target", "1k", "--data", "x.txt")
+    assert done.returncode == 2 and "SRC" in done.stderr
+    done = ropex("extend", "nano", "-o", tmp_path / "run", "--target", "1k")
+    assert done.returncode == 2 and "--data" in done.stderr
+
+
+def test_names_are_no_markup_and_no_terminal_is_too_plain_for_them(folder, tmp_path):
+    out = tmp_path / "o[red]x[/b] \u00e9"
+    done = ropex("convert", folder, "-o", out, "--to", "yarn", "--factor", "2", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "o[red]x[/b]" in done.stdout and out.exists()
+    assert "o[red]x[/b]" in ropex("verify", out, env={"PYTHONIOENCODING": "ascii"}).stdout
