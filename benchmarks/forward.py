@@ -23,14 +23,14 @@ def synchronised() -> float:
     return time.perf_counter()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(model: Any, ids: torch.Tensor) -> float:
     began = synchronised()
     model(ids, use_cache=True, logits_to_keep=1)
     return synchronised() - began
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode(model: Any, ids: torch.Tensor, tokens: int) -> float:
     out = model(ids, use_cache=True, logits_to_keep=1)
     began = synchronised()

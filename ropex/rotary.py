@@ -67,35 +67,57 @@ class AdaRotary(nn.Module):
 
     def scale(self, position_ids: torch.Tensor) -> torch.Tensor:
         """lambda [B, Hq or 1, T] of queries at position_ids [B, T]; L is position + 1, or the whole row's length."""
-        ratio = (position_ids.float() + 1) / self.window
-        if self.length == "sequence":
-            ratio = ratio.amax(-1, keepdim=True).expand_as(ratio)
-        ratio = ratio.clamp(min=1)[:, None]
-        scale = (self.gamma[:, None] * ratio.log1p().log()).exp() / self.tau[:, None]
+        ratio, growth = _ratio(position_ids, self.window, self.length)
+        scale = (self.gamma[:, None] * growth).exp() / self.tau[:, None]
         return scale * (1 + self.log_coef * ratio.log()).square() if self.log_coef else scale
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate q [B, Hq, T, D] and k [B, Hkv, T, D] at position_ids [B, T] or [1, T]; only q is scaled."""
-        with torch.autocast(q.device.type, enabled=False):
-            # Angles and their cosines in float32, cast once: 16-bit positions collapse neighbouring tokens.
-            angles = position_ids[:, None, :, None].float() * self.theta()[:, None]
-            cos, sin = angles.cos(), angles.sin()
-            if self.upcast != "throughout":
-                cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-            if self.upcast:
-                cos, sin = cos.float(), sin.float()
-            if cos.shape[1] > 1:  # query heads of a group share their key's rotation
-                groups = q.shape[1] // cos.shape[1]
-                q_cos, q_sin = cos.repeat_interleave(groups, 1), sin.repeat_interleave(groups, 1)
-            else:
-                q_cos, q_sin = cos, sin
-            if self.turn_scale != 1:
-                q_cos, q_sin = q_cos * self.turn_scale, q_sin * self.turn_scale
+        # Angles and their cosines in float32, cast once: 16-bit positions collapse neighbouring tokens. Nothing here is
+        # a matrix product, so autocast changes nothing.
+        angles = position_ids[:, None, :, None].float() * self.theta()[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        if self.upcast != "throughout":
+            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+        if self.upcast:
+            cos, sin = cos.float(), sin.float()
+        if cos.shape[1] > 1:  # query heads of a group share their key's rotation
+            groups = q.shape[1] // cos.shape[1]
+            q_cos, q_sin = cos.repeat_interleave(groups, 1), sin.repeat_interleave(groups, 1)
+        else:
+            q_cos, q_sin = cos, sin
+        if self.turn_scale != 1:
+            q_cos, q_sin = q_cos * self.turn_scale, q_sin * self.turn_scale
+        if q.shape[2] == 1:  # decoding a token is bound by the number of operations: q and k in one go
+            if q_cos is not cos:
+                apart = [(q_cos, q.shape[1]), (cos, k.shape[1])], [(q_sin, q.shape[1]), (sin, k.shape[1])]
+                cos, sin = (torch.cat([x.expand(-1, heads, -1, -1) for x, heads in part], 1) for part in apart)
+            both = rotate(torch.cat((q, k), 1), cos, sin, self.interleaved).to(q.dtype)
+            rotated, k = both.split((q.shape[1], k.shape[1]), 1)
+        else:
             rotated = rotate(q, q_cos, q_sin, self.interleaved).to(q.dtype)
-            q = (rotated * self.scale(position_ids)[..., None]).to(q.dtype)
-            return q, rotate(k, cos, sin, self.interleaved).to(k.dtype)
+            k = rotate(k, cos, sin, self.interleaved).to(k.dtype)
+        return (rotated * self.scale(position_ids)[..., None]).to(q.dtype), k
+
+
+def _ratio(position_ids: torch.Tensor, window: int, length: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """max(L, window)/window and ln ln(1 + that), each [B, 1, T].
+
+    All layers of a forward pass get the same positions, so these stay with them; not in inference mode, where a tensor
+    that was changed in place cannot be told from what it was.
+    """
+    keeps = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or position_ids.is_inference())
+    kept = position_ids.__dict__.setdefault("_adarope_ratio", {}) if keeps else {}
+    key = (window, length, position_ids._version if keeps else 0)
+    if key not in kept:
+        ratio = (position_ids.float() + 1) / window
+        if length == "sequence":
+            ratio = ratio.amax(-1, keepdim=True).expand_as(ratio)
+        ratio = ratio.clamp(min=1)[:, None]
+        kept[key] = (ratio, ratio.log1p().log())
+    return kept[key]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

@@ -152,3 +152,39 @@ def test_a_table_that_never_came_is_loud():
 def test_moving_through_the_meta_device_keeps_dtype():
     rotary = make(rope_theta(4)).to("meta").to_empty(device="cpu")
     assert rotary.theta0.dtype == torch.float32 and rotary.theta0.device.type == "cpu"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_positions_changed_in_place_are_seen(mode):
+    """What layers share of a forward pass must not outlive it."""
+    rotary = AdaRotary(4, 2, 1, 16)
+    with torch.no_grad():
+        rotary.gamma.fill_(2.0)
+    with mode():
+        positions = torch.tensor([[100]])
+        first = rotary.scale(positions).clone()
+        assert torch.equal(rotary.scale(positions), first)
+        positions += 400
+        assert torch.equal(rotary.scale(positions), rotary.scale(torch.tensor([[500]])))
+    assert rotary.scale(positions).requires_grad
+
+
+def test_a_single_token_is_turned_as_in_a_longer_row():
+    """Decoding takes q and k in one go; every head count, shared and own tables, part of the head."""
+    for heads, kv, tables, pairs, turn_scale in (
+        (8, 2, 2, 4, 1.0),
+        (8, 2, 1, 4, 1.5),
+        (4, 4, 4, 2, 1.3),
+        (3, 1, 1, 4, 1.0),
+    ):
+        rotary = AdaRotary(pairs, 1 if tables == 1 else heads, tables, 16, turn_scale=turn_scale)
+        rotary.theta0.uniform_(0.1, 1)
+        with torch.no_grad():
+            rotary.delta.normal_()
+            rotary.tau.uniform_(0.5, 2)
+            q, k = torch.randn(2, heads, 5, 8), torch.randn(2, kv, 5, 8)
+            positions = torch.arange(40, 45)[None]
+            full = rotary(q, k, positions)
+            for t in range(5):
+                one = rotary(q[:, :, t : t + 1], k[:, :, t : t + 1], positions[:, t : t + 1])
+                assert torch.equal(one[0], full[0][:, :, t : t + 1]) and torch.equal(one[1], full[1][:, :, t : t + 1])
