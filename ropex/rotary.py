@@ -67,7 +67,10 @@ class AdaRotary(nn.Module):
 
     def scale(self, position_ids: torch.Tensor) -> torch.Tensor:
         """lambda [B, Hq or 1, T] of queries at position_ids [B, T]; L is position + 1, or the whole row's length."""
-        ratio, growth = _ratio(position_ids, self.window, self.length)
+        _, ratio, growth = _of_positions(position_ids, self.window, self.length)
+        return self._scale(ratio, growth)
+
+    def _scale(self, ratio: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
         scale = (self.gamma[:, None] * growth).exp() / self.tau[:, None]
         return scale * (1 + self.log_coef * ratio.log()).square() if self.log_coef else scale
 
@@ -77,7 +80,8 @@ class AdaRotary(nn.Module):
         """Rotate q [B, Hq, T, D] and k [B, Hkv, T, D] at position_ids [B, T] or [1, T]; only q is scaled."""
         # Angles and their cosines in float32, cast once: 16-bit positions collapse neighbouring tokens. Nothing here is
         # a matrix product, so autocast changes nothing.
-        angles = position_ids[:, None, :, None].float() * self.theta()[:, None]
+        at, ratio, growth = _of_positions(position_ids, self.window, self.length)
+        angles = at * self.theta()[:, None]
         cos, sin = angles.cos(), angles.sin()
         if self.upcast != "throughout":
             cos, sin = cos.to(q.dtype), sin.to(q.dtype)
@@ -99,24 +103,27 @@ class AdaRotary(nn.Module):
         else:
             rotated = rotate(q, q_cos, q_sin, self.interleaved).to(q.dtype)
             k = rotate(k, cos, sin, self.interleaved).to(k.dtype)
-        return (rotated * self.scale(position_ids)[..., None]).to(q.dtype), k
+        return (rotated * self._scale(ratio, growth)[..., None]).to(q.dtype), k
 
 
-def _ratio(position_ids: torch.Tensor, window: int, length: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(L, window)/window and ln ln(1 + that), each [B, 1, T].
+def _of_positions(
+    position_ids: torch.Tensor, window: int, length: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The positions in float32 [B, 1, T, 1], max(L, window)/window and ln ln(1 + that), each [B, 1, T].
 
     All layers of a forward pass get the same positions, so these stay with them; not in inference mode, where a tensor
     that was changed in place cannot be told from what it was.
     """
     keeps = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or position_ids.is_inference())
-    kept = position_ids.__dict__.setdefault("_adarope_ratio", {}) if keeps else {}
+    kept = position_ids.__dict__.setdefault("_adarope", {}) if keeps else {}
     key = (window, length, position_ids._version if keeps else 0)
     if key not in kept:
-        ratio = (position_ids.float() + 1) / window
+        at = position_ids.float()
+        ratio = (at + 1) / window
         if length == "sequence":
             ratio = ratio.amax(-1, keepdim=True).expand_as(ratio)
         ratio = ratio.clamp(min=1)[:, None]
-        kept[key] = (ratio, ratio.log1p().log())
+        kept[key] = (at[:, None, :, None], ratio, ratio.log1p().log())
     return kept[key]
 
 
