@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ropex.checkpoint import is_pickled, locate
+from ropex.checkpoint import is_gguf, is_meta, locate
 from ropex.config import ADAROPE, Rope, canonical, rope_of, write_rope
 from ropex.convert import plan
 from ropex.convert.heads import head_of, row_index
@@ -138,7 +138,7 @@ def _rope(src: Source, from_pairing: Pairing | None) -> Rope:
     rope = rope_of(src.config)
     if from_pairing is None:
         return rope
-    if src.checkpoint is None and not is_pickled(src.path):
+    if is_gguf(src.path) or is_meta(src.path):
         raise OptionError(f"--from-pairing: the format of {src.path} says how its rows lie: leave the option out")
     if ADAROPE in src.config and from_pairing != rope.pairing:
         raise OptionError(f"--from-pairing: {src.path} records its pairing, {rope.pairing}: leave the option out")
@@ -156,8 +156,8 @@ def _spec(src: Source, rope: Rope, to: str | None, wanted: Pairing, asked: dict[
     if wanted == rope.pairing:
         raise OptionError(f"{src.path} is {wanted} already: give a method with --to, or the other pairing")
     own = spec_of(src.config)
-    given = [k for k, v in asked.items() if v not in (None, False, "position") and (own or k not in ("params",))]
-    if given:
+    free = () if own else ("params",)  # which of two tables a re-paired parent keeps
+    if given := [k for k, v in asked.items() if v not in (None, False, "position") and k not in free]:
         raise OptionError(f"--{given[0].replace('_', '-')} belongs to a method: give one with --to")
     if own is None:
         return make_spec("rope", rope, pairing=wanted, params=asked["params"])
