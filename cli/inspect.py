@@ -16,6 +16,9 @@ def inspect(
             "--check-pairing", help="Run a short text under both pairings: which were the weights trained with?"
         ),
     ] = False,
+    head_norms: Annotated[
+        bool, typer.Option("--head-norms", help="Also read q and k, and give the norm of every head's rows.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Say what a checkpoint's heads are and how they rotate. Reads headers only.
@@ -28,6 +31,10 @@ def inspect(
     from ropex.convert.inspect import inspect as read
 
     facts = read(checkpoint)
+    if head_norms:
+        from ropex.convert.inspect import head_norms as norms
+
+        facts["head_norms"] = norms(checkpoint)
     if check_pairing:
         from ropex.convert.pairing_check import check_pairing as run
 
@@ -47,6 +54,14 @@ def inspect(
             spread = [f(layer[kind]) for kind in ("tau", "gamma") for f in (min, median, max)]
             heads.add_row(str(layer["layer"]), *(f"{value:.4f}" for value in spread))
         console.print(heads)
+    if norms_by_layer := facts.get("head_norms"):
+        norms_table = table(
+            "Norms of the heads' rows", "layer", "q: least", "median", "most", "k: least", "median", "most"
+        )
+        for layer in norms_by_layer:
+            spread = [f(layer[kind]) for kind in ("q", "k") for f in (min, median, max)]
+            norms_table.add_row(str(layer["layer"]), *(f"{value:.3f}" for value in spread))
+        console.print(norms_table)
     if check := facts.get("check"):
         losses = table("A short text", "pairing", "NLL, nats a token")
         for pairing in ("half-split", "interleaved"):

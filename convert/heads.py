@@ -90,6 +90,19 @@ def _rows(part: Part, rope: Rope, one: np.ndarray, still: np.ndarray) -> np.ndar
     return np.concatenate((q, len(q) + k, len(q) + len(k) + v))
 
 
+def rows_by_head(part: Part, rope: Rope) -> dict[str, np.ndarray]:
+    """Row numbers of a projection's heads: {"q": [Hq, D], "k": [Hkv, D]}, whichever it holds."""
+    d, q, kv = rope.head_dim, rope.heads * rope.head_dim, rope.kv_heads * rope.head_dim
+    if part == "q":
+        return {"q": np.arange(2 * q if rope.family.gated else q).reshape(rope.heads, -1)[:, :d]}
+    if part == "k":
+        return {"k": np.arange(kv).reshape(-1, d)}
+    if rope.family.order == "per head":
+        rows = np.arange(3 * q).reshape(-1, 3, d)
+        return {"q": rows[:, 0], "k": rows[:, 1]}
+    return {"q": np.arange(q).reshape(-1, d), "k": q + np.arange(kv).reshape(-1, d)}
+
+
 def query_rows(name: str, shape: tuple[int, ...], rope: Rope) -> np.ndarray | None:
     """The rows [bool] of a projection's weight or bias that make queries; None for every other tensor."""
     head = head_of(name, rope.family)

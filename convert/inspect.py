@@ -21,8 +21,10 @@ from ropex.checkpoint import (
     run_source,
 )
 from ropex.config import ADAROPE, Rope, read_json, rope_of
-from ropex.convert.heads import head_of
+from ropex.convert.heads import head_of, rows_by_head
+from ropex.convert.shards import read_floats
 from ropex.convert.source import every, is_rotary, open_source
+from ropex.errors import UnsupportedError
 from ropex.spec import method_name
 from ropex.tables import METHODS, two_lengths
 
@@ -110,6 +112,25 @@ def _norms(checkpoint: Checkpoint, rope: Rope) -> str | None:
                 )
             return "across all heads" if len(info.shape) == 1 else "a head each"
     return None
+
+
+def head_norms(path: str | Path) -> list[dict[str, Any]]:
+    """Frobenius norms of every head's query and key rows: [{"layer", "q": [Hq], "k": [Hkv]}]. Reads these projections,
+    one at a time, wherever they lie, fused or not; a head that was torn apart stands out."""
+    checkpoint = open_checkpoint(path)
+    rope = checkpoint.rope
+    layers: dict[int, dict[str, Any]] = {}
+    for name, info in checkpoint.tensors.items():
+        head = head_of(name, rope.family)
+        if head is None or head.inner != "weight" or head.part.endswith("norm"):
+            continue
+        weight = read_floats(info)
+        if weight is None:
+            raise UnsupportedError(f"{name} is {info.dtype}: norms are taken of 16- to 64-bit floats")
+        for part, rows in rows_by_head(head.part, rope).items():
+            norms = np.sqrt(np.square(weight[rows], dtype=np.float64).sum((1, 2)))
+            layers.setdefault(head.layer, {"layer": head.layer})[part] = norms.tolist()
+    return [layers[layer] for layer in sorted(layers)]
 
 
 def scales(rotary: dict[str, TensorInfo]) -> list[dict[str, Any]]:

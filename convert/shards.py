@@ -127,6 +127,22 @@ def sha256(path: Path) -> str:
     return found.hexdigest()
 
 
+def read_floats(info: TensorInfo) -> np.ndarray | None:
+    """The tensor in float32 or wider; None for dtypes that are no 16- to 64-bit floats."""
+    with info.file.open("rb") as file:
+        raw = os.pread(file.fileno(), info.end - info.start, info.start)
+    if info.dtype == "BF16":  # the upper half of a float32
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(info.shape)
+    kinds = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+    if info.dtype not in kinds:
+        return None
+    return (
+        np.frombuffer(raw, kinds[info.dtype])
+        .astype(np.float64 if info.dtype == "F64" else np.float32)
+        .reshape(info.shape)
+    )
+
+
 _EXPONENTS = {"F64": (np.uint64, 0x7FF << 52), "F32": (np.uint32, 0xFF << 23), "F16": (np.uint16, 0x1F << 10),
               "BF16": (np.uint16, 0xFF << 7)}  # fmt: skip
 

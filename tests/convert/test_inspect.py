@@ -1,12 +1,16 @@
 import subprocess
 import sys
 
+import pytest
+import torch
+from families import tiny
 from safetensors.torch import save_file
 
 from ropex import load
 from ropex.convert.convert import convert
-from ropex.convert.inspect import inspect
-from ropex.seam import rotaries, rotary_state
+from ropex.convert.inspect import head_norms, inspect
+from ropex.families import FAMILIES
+from ropex.seam import rope_of_model, rotaries, rotary_state
 
 KEYS = {
     "family", "layers", "heads", "kv_heads", "head_dim", "rotary_dim", "pairing", "method", "rope_theta", "window",
@@ -53,3 +57,27 @@ def test_the_scale_of_every_head_is_shown(folder, tmp_path, stir):
     assert [layer["layer"] for layer in shown] == [0, 1, 2]
     for layer, rotary in zip(shown, rotaries(live), strict=True):
         assert layer["tau"] == rotary.tau.tolist() and layer["gamma"] == rotary.gamma.tolist()
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt_neox", "qwen3_next", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_by_head_are_those_of_the_heads_that_the_model_makes(tmp_path, name, dtype):
+    """RX-16: against the queries and keys that come out of the unfused computation, one input channel at a time."""
+    model = tiny(name).to(dtype)
+    model.save_pretrained(tmp_path / name)
+    shown = {layer["layer"]: layer for layer in head_norms(tmp_path / name)}
+    family = FAMILIES[name]
+    for layer in rope_of_model(model).turning:
+        attention = model.get_submodule(family.layer.format(layer))
+        heads, kv, d = 8, 8 if name == "gpt_neox" else 2, 16
+        if name == "gpt_neox":  # as its forward splits: view [H, 3 D], then thirds
+            q, k, _ = attention.query_key_value.weight.view(heads, 3 * d, -1).chunk(3, 1)
+        elif name == "phi3":
+            q, k, _ = attention.qkv_proj.weight.split([heads * d, kv * d, kv * d])
+        else:
+            q, k = attention.q_proj.weight, attention.k_proj.weight
+            if family.gated:  # as its forward splits: a head's query, then its gate
+                q = q.view(heads, 2 * d, -1).chunk(2, 1)[0]
+        for part, weight, count in (("q", q, heads), ("k", k, kv)):
+            expected = weight.double().reshape(count, d, -1).flatten(1).norm(dim=1)
+            assert torch.allclose(torch.tensor(shown[layer][part], dtype=torch.float64), expected, rtol=1e-6)
