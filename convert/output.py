@@ -33,7 +33,8 @@ def check_output(out: Path, sources: list[Path], overwrite: bool) -> None:
             )
         if not overwrite:
             raise OutputError(f"{out} exists: choose another folder, or replace it with --overwrite")
-        ours = {PROVENANCE, *json.loads((target / PROVENANCE).read_text(encoding="utf-8")).get("files", {})}
+        listed = json.loads((target / PROVENANCE).read_text(encoding="utf-8")).get("files", {})
+        ours = {PROVENANCE, *(name.partition("/")[0] for name in listed)}
         if odd := sorted(path.name for path in target.iterdir() if path.name not in ours):
             raise OutputError(f"{out} holds {odd[0]}, which ropex did not write: move it, or choose another folder")
     parent = target.parent
@@ -130,9 +131,10 @@ def write_manifest(folder: Path, command: str, source: str, hashes: dict[str, st
     already; None for a file that nobody read."""
     packages = ("ropex", "torch", "transformers", "safetensors")
     files = {}
-    for path in sorted(folder.iterdir()):
-        known = hashes[path.name] if path.name in hashes else sha256(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": known}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        known = hashes[name] if name in hashes else sha256(path)
+        files[name] = {"bytes": path.stat().st_size, "sha256": known}
     versions = {package: version(package) for package in packages}
     facts = {"command": command, "source": source, **facts, "versions": versions, "files": files}
     write_json(folder / PROVENANCE, facts)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from shutil import copyfile
+from shutil import copyfile, copytree
 from typing import TYPE_CHECKING, Any
 
 from ropex.checkpoint import (
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MODELING = "modeling_adarope.py"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATES = "additional_chat_templates"  # the one folder that belongs to a tokenizer
 
 
 Wanted = Callable[[str], bool]
@@ -116,6 +117,8 @@ def copy_rest(source: Path, target: Path, besides: tuple[str, ...] = ()) -> None
     for file in carried_files(source):
         if file.name not in (PROVENANCE, MODELING, "README.md", *besides):
             copyfile(file, target / file.name)
+    if (source / TEMPLATES).is_dir():
+        copytree(source / TEMPLATES, target / TEMPLATES)
 
 
 def raise_tokenizer_limit(folder: Path, target: int) -> None:

@@ -139,3 +139,14 @@ def test_a_parent_whose_table_changes_with_every_length_cannot_start_adarope(fol
     edit_config(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500000.0})
     with pytest.raises(OptionError, match="changes its table with every length"):
         convert(folder, tmp_path / "ada", "adarope")
+
+
+def test_a_folder_of_chat_templates_comes_along_and_is_listed(folder, tmp_path):
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("{{ messages }}")
+    convert(folder, tmp_path / "out", "adarope")
+    assert (tmp_path / "out" / templates.name / "tool_use.jinja").read_text() == "{{ messages }}"
+    listed = json.loads((tmp_path / "out" / "ropex.json").read_text())["files"]
+    assert "additional_chat_templates/tool_use.jinja" in listed
+    convert(folder, tmp_path / "out", "yarn", factor=2.0, overwrite=True)
