@@ -1,6 +1,5 @@
 """ropex extend"""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -152,12 +151,13 @@ def compare(source: str, out: Path, text: Path, result: dict[str, Any]) -> dict[
     """NLL of the source and of the run at the window and at the target; kept in the run with a plot."""
     from ropex.eval.nll import evaluate_nll
     from ropex.eval.plot import plot_nll
+    from ropex.train.atomic import write_json
     from ropex.train.runfolder import NLL, PLOT
 
     target = result["settings"]["target"]
     with progress() as say:
         report = evaluate_nll([source, str(out)], [text], [target], dtype=result["settings"]["dtype"], progress=say)
-    (out / NLL).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(out / NLL, report)
     plot_nll(report, out / PLOT)
     note(f"the table is in {out / NLL}, a picture of it in {out / PLOT}")
     return report

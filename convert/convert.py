@@ -13,7 +13,7 @@ from ropex.convert.heads import head_of, row_index
 from ropex.convert.modeling import adarope_config, plain_config, write_modeling
 from ropex.convert.output import check_output, whole_folder, write_json, write_manifest
 from ropex.convert.shards import Shard, sha256, write
-from ropex.convert.source import Source, every, open_source, raise_tokenizer_limit
+from ropex.convert.source import Source, every, open_source, raise_tokenizer_limit, whole_rotary
 from ropex.convert.weights import dtype_name, reorder, write_index, write_shard, write_shards
 from ropex.errors import CheckpointError, OptionError, RopexError, UnsupportedError
 from ropex.families import Pairing
@@ -78,7 +78,7 @@ def convert(
     kept = to is None and ADAROPE in src.config  # the heads of a converted source, as they are
     unchanged = kept or (_check_effect(spec, rope) if stock is None else spec.identity)
     config = _config(src.config, rope, spec, stock)
-    rotary = {} if stock else src.rotary() or rotary_tensors(spec, rope)
+    rotary = {} if stock else whole_rotary(src, spec, rope) if kept else rotary_tensors(spec, rope)
     notes = _notes(spec, rope, src, stock) + src.notes
     if link and src.checkpoint is None:
         notes.append("--link has no effect here: every tensor is written anew")
@@ -118,6 +118,9 @@ def convert(
             _stream(src, rope, wanted, rotary, staging)
         else:
             hashes = _write(shards, rotary, staging, link, progress or (lambda what, done, total: None))
+            if link and any(shard.whole and hashes[shard.name] is not None for shard in shards):
+                notes.append("some files could not be linked: they are copied")
+                plan.require_finite(src.checkpoint, rope)
         if stock is None:
             write_modeling(staging, rope.family)
         write_json(staging / "config.json", config)

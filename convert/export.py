@@ -12,7 +12,7 @@ from ropex.config import ADAROPE, Rope, canonical, read_json, rope_of, write_rop
 from ropex.convert.heads import Head, head_of, query_rows
 from ropex.convert.modeling import adarope_config, plain_config, write_modeling
 from ropex.convert.output import check_output, whole_folder, write_json, write_manifest
-from ropex.convert.source import Source, every, open_source, parse_size, raise_tokenizer_limit
+from ropex.convert.source import Source, every, open_source, parse_size, raise_tokenizer_limit, whole_rotary
 from ropex.convert.weights import write_shards
 from ropex.errors import CheckpointError, OptionError, UnsupportedError
 from ropex.spec import RotarySpec, spec_of
@@ -128,7 +128,9 @@ def open_trained(path: str | Path) -> Trained:
     found = locate(path)
     if not is_run(found):
         source = open_source(found)
-        return Trained(source, spec_of(source.config), source.rotary(), {}, {})
+        spec = spec_of(source.config)
+        rotary = whole_rotary(source, spec, rope_of(source.config)) if spec else {}
+        return Trained(source, spec, rotary, {}, {})
     run = read_json(found / RUN)
     if not (found / TRAINED).exists():
         raise CheckpointError(f"{path} is a run that has not finished: continue it with `ropex extend --resume`")

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ropex.config import read_json
 from ropex.convert.shards import sha256
 from ropex.errors import OutputError
 
@@ -33,7 +34,7 @@ def check_output(out: Path, sources: list[Path], overwrite: bool) -> None:
             )
         if not overwrite:
             raise OutputError(f"{out} exists: choose another folder, or replace it with --overwrite")
-        listed = json.loads((target / PROVENANCE).read_text(encoding="utf-8")).get("files", {})
+        listed = read_json(target / PROVENANCE).get("files", {})
         ours = {PROVENANCE, *(name.partition("/")[0] for name in listed)}
         if odd := sorted(path.name for path in target.iterdir() if path.name not in ours):
             raise OutputError(f"{out} holds {odd[0]}, which ropex did not write: move it, or choose another folder")
@@ -64,9 +65,11 @@ def whole_folder(out: Path, sources: list[Path], overwrite: bool, need: int) -> 
         staging.mkdir()
         yield staging
         for path in staging.rglob("*"):
-            if path.stat().st_nlink == 1:  # a hard link is the source's file as well
-                path.chmod(0o644)  # safetensors writes files that only their owner may read
-                sync(path)
+            if path.is_file() and path.stat().st_nlink > 1:  # a hard link is the source's file as well
+                continue
+            if path.is_file():
+                path.chmod(0o644)
+            sync(path)
         sync(staging)
         if target.exists():
             check_output(out, sources, overwrite)  # another run may have finished meanwhile
@@ -76,6 +79,8 @@ def whole_folder(out: Path, sources: list[Path], overwrite: bool, need: int) -> 
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if old.exists() and not target.exists():  # the last rename failed
+            old.rename(target)
         for folder in made:
             if folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()

@@ -17,9 +17,10 @@ from ropex.checkpoint import (
     locate,
     open_checkpoint,
 )
-from ropex.config import ADAROPE
+from ropex.config import ADAROPE, Rope
 from ropex.convert.output import PROVENANCE, write_json
-from ropex.errors import OptionError, UnsupportedError
+from ropex.errors import CheckpointError, OptionError, UnsupportedError
+from ropex.spec import RotarySpec
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,16 @@ class Source:
 def is_rotary(name: str) -> bool:
     """True for `...adarope.delta` and its siblings."""
     return name.rpartition(".")[0].endswith(f".{ADAROPE}")
+
+
+def whole_rotary(source: Source, spec: RotarySpec, rope: Rope) -> dict[str, "torch.Tensor"]:
+    """The rotary tensors of a converted source; one that lacks some would start over without a word, and is refused."""
+    rotary, belong = source.rotary(), 4 * len(spec.layers(rope))
+    if len(rotary) != belong:
+        raise CheckpointError(
+            f"{source.path} holds {len(rotary)} rotary tensors where {belong} belong: the checkpoint is incomplete"
+        )
+    return rotary
 
 
 def open_source(path: str | Path, window: int | None = None) -> Source:

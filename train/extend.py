@@ -1,5 +1,6 @@
 """extend: train a checkpoint's rotary embedding, and then LoRA with it, for a longer context."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 from accelerate import PartialState
 
 from ropex.config import ADAROPE
-from ropex.errors import OptionError, RopexError
+from ropex.errors import OptionError, RopexError, UnsupportedError
 from ropex.loading import as_dtype, load, load_tokenizer, quiet
 from ropex.seam import attach, rope_of_model
 from ropex.spec import RotarySpec, make_spec
@@ -101,6 +102,10 @@ def extend(
     check(asked)
     if resume and overwrite:
         raise OptionError("resume continues the run that overwrite would replace: give one of them")
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or "ACCELERATE_USE_DEEPSPEED" in os.environ:
+        raise UnsupportedError(
+            "sharded training (FSDP, DeepSpeed) is not supported: each process holds the whole model"
+        )
     everyone = PartialState(cpu=not torch.cuda.is_available())  # one process, or what torchrun and accelerate started
     if "@" in Path(src).name and not Path(src).exists():
         raise OptionError(f"{src}: a method on the fly cannot be trained; leave '@...' out and choose it with --init")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ropex.errors import OptionError
+from ropex.train import atomic
 from ropex.train.settings import Settings, check
 
 _HINTS = get_type_hints(Settings) | {"source": str, "data": list, "params": dict}
@@ -65,7 +66,7 @@ def write_recipe(path: Path, recipe: Mapping[str, Any]) -> None:
     """What a run was made with, as a recipe that makes it again."""
     import yaml
 
-    path.write_text(yaml.safe_dump(dict(recipe), sort_keys=False), encoding="utf-8")
+    atomic.write_bytes(path, yaml.safe_dump(dict(recipe), sort_keys=False).encode())
 
 
 def _folder() -> Any:

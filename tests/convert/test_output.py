@@ -11,7 +11,7 @@ import pytest
 from ropex.convert.convert import convert
 from ropex.convert.output import whole_folder
 from ropex.convert.verify import verify
-from ropex.errors import OutputError
+from ropex.errors import CheckpointError, OutputError, RopexError
 
 
 def test_an_existing_folder_is_kept_and_replaced_only_when_asked_and_ours(folder, tmp_path):
@@ -181,3 +181,39 @@ def test_a_rotary_shard_that_does_not_fit_is_one_line(folder, tmp_path):
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 1 and "could not be written" in run.stderr and "Traceback" not in run.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["T-llama"]
+
+
+def test_a_converted_source_without_its_heads_does_not_get_fresh_ones(folder, tmp_path):
+    from ropex.convert.export import export
+
+    convert(folder, tmp_path / "ada", "adarope")
+    index = json.loads((tmp_path / "ada" / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if "adarope" not in n}
+    (tmp_path / "ada" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for call in (lambda: convert(tmp_path / "ada", tmp_path / "x", pairing="interleaved"),
+                 lambda: export(tmp_path / "ada", tmp_path / "x")):  # fmt: skip
+        with pytest.raises(CheckpointError, match="0 rotary tensors where 12 belong"):
+            call()
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_damaged_manifest_is_one_line(folder, tmp_path):
+    convert(folder, tmp_path / "out", "adarope")
+    (tmp_path / "out" / "ropex.json").write_text("{")
+    with pytest.raises(RopexError, match="not readable JSON"):
+        convert(folder, tmp_path / "out", "adarope", overwrite=True)
+
+
+def test_when_the_last_rename_fails_the_older_output_stands(folder, tmp_path, monkeypatch):
+    convert(folder, tmp_path / "out", "adarope")
+    rename = type(tmp_path).rename
+
+    def fails(self, target):
+        if self.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", fails)
+    with pytest.raises(OutputError, match="Input/output error"):
+        convert(folder, tmp_path / "out", "yarn", factor=2.0, overwrite=True)
+    assert (tmp_path / "out" / "model-adarope.safetensors").exists() and not list(tmp_path.glob(".out.*"))

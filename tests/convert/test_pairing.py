@@ -85,7 +85,7 @@ def test_a_method_and_a_pairing_in_one_step(tmp_path, folder, tokens):
     convert(folder, tmp_path / "plain", "yarn", factor=2.0)
     convert(folder, tmp_path / "moved", "yarn", factor=2.0, pairing="interleaved")
     want, got = (load(tmp_path / name)(tokens).logits for name in ("plain", "moved"))
-    assert (got - want).abs().max() <= 10 * LOGITS  # the attention factor on q alone, not on q and k
+    assert (got - want).abs().max() <= LOGITS  # the attention factor on q alone, not on q and k
     convert(tmp_path / "moved", tmp_path / "back", pairing="half-split")
     assert torch.equal(load(tmp_path / "back")(tokens).logits, want)
 

