@@ -100,5 +100,8 @@ def _skeleton(source: str, settings: Settings, params: Any) -> "PreTrainedModel"
         if settings.target is None:
             raise OptionError("the checkpoint is not converted yet: give the target, such as --target 16k")
         init = settings.init if settings.to == "adarope" else None
-        spec = make_spec(settings.to, rope_of_model(model), target=settings.target, init=init, params=params)
+        spec = make_spec(
+            settings.to, rope_of_model(model), target=settings.target, init=init, params=params,
+            ada_freq=settings.ada_freq, ada_scale=settings.ada_scale, share_heads=settings.share_heads,
+        )  # fmt: skip
     return attach(model, spec)

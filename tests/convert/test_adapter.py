@@ -5,13 +5,13 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from sources import built
 from tolerances import LOGITS
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from ropex.convert.adapter import with_adapter
 from ropex.convert.read_bin import read_bin
 from ropex.convert.source import every, open_source
-from ropex.convert.weights import write_shards
 from ropex.errors import CheckpointError, UnsupportedError
 
 EXACT = 1e-6
@@ -32,15 +32,6 @@ def train(base, folder, config, seed: int = 3, **saved):
 
 def live(base, adapter):
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
-
-
-def built(source, folder):
-    folder.mkdir()
-    write_shards(source.tensors(every), folder, 10**9, {})
-    (folder / "config.json").write_text(json.dumps(source.config))
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model.eval()
 
 
 def edit(adapter, change=None, **settings):

@@ -5,11 +5,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from sources import built
 
 from ropex.convert.read_bin import read_bin, ties_words
 from ropex.convert.source import every
-from ropex.convert.weights import write_shards
 from ropex.errors import CheckpointError
 
 
@@ -29,16 +28,6 @@ def save_bin(model, path, shards: int = 1, **more):
         weight_map |= dict.fromkeys(part, name)
     (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path
-
-
-def built(source, folder):
-    """The model that transformers makes of what a source gives."""
-    folder.mkdir()
-    write_shards(source.tensors(every), folder, 10**9, {})
-    (folder / "config.json").write_text(json.dumps(source.config))
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model.eval()
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -2,12 +2,11 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from sources import built
 
 from ropex.config import rope_of
 from ropex.convert.read_meta import read_meta, trained_window
 from ropex.convert.source import every
-from ropex.convert.weights import write_shards
 from ropex.errors import CheckpointError, UnsupportedError
 
 META = {
@@ -69,15 +68,6 @@ def save_meta(model, path, parts: int = 1, words_split: int = 1, k_heads: int | 
 def even(make_model):
     """Parts divide its vocabulary, and its head_dim is dim / n_heads, as in Meta's own."""
     return make_model(hidden_size=128, vocab_size=96)
-
-
-def built(source, folder):
-    folder.mkdir()
-    write_shards(source.tensors(every), folder, 10**9, {})
-    (folder / "config.json").write_text(json.dumps(source.config))
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    return model.eval()
 
 
 @pytest.mark.parametrize(("parts", "words_split"), [(1, 1), (2, 1), (2, 0)])
