@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ropex.checkpoint import open_gguf
 from ropex.config import Rope, rope_of, write_rope
 from ropex.convert.heads import row_index
 from ropex.convert.output import write_json
@@ -20,7 +21,7 @@ from ropex.families import FAMILIES, Pairing
 
 if TYPE_CHECKING:
     import torch
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import ReaderTensor
 
 # How q and k lie in a file of each architecture: llama.cpp turns llama's channels 2f with 2f + 1 (LLAMA_ROPE_TYPE_NORM)
 # and qwen's f with f + R/2 (LLAMA_ROPE_TYPE_NEOX). A Mistral file says llama, and is one.
@@ -121,21 +122,6 @@ def gguf_header(path: Path) -> Header:
     rope_of(config)
     tensors = {names[name]: tensor for name, tensor in found.items() if name != ROPE_FREQS}
     return Header(config, ARCHITECTURES[arch], dtype, tensors, value("tokenizer.ggml.tokens") is not None)
-
-
-def open_gguf(path: Path) -> "GGUFReader":
-    """The parsed header, tensors mapped into memory. Errors: CheckpointError for what is no whole GGUF file."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise UnsupportedError("GGUF files need the gguf package: pip install gguf sentencepiece") from None
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path} is not a whole GGUF file ({_first_line(error)}): download it again") from None
-    if reader.byte_order != "I":
-        raise UnsupportedError(f"{path} is written for machines of the other byte order: get one for this machine's")
-    return reader
 
 
 def tensor_names(config: dict[str, Any]) -> dict[str, str]:
@@ -270,7 +256,3 @@ def _read(name: str, tensor: "ReaderTensor", rope: Rope) -> "torch.Tensor":
 def _decimal(number: float) -> float:
     """The shortest decimal that gives this float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(number)))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ropex.checkpoint import open_gguf
 from ropex.config import Rope, backbone_type, read_json, rope_of
 from ropex.convert.heads import row_index
-from ropex.convert.read_gguf import ARCHITECTURES, ROPE_FREQS, open_gguf, tensor_names, yarn_attention
+from ropex.convert.read_gguf import ARCHITECTURES, ROPE_FREQS, tensor_names, yarn_attention
 from ropex.convert.weights import reorder
 from ropex.errors import CheckpointError, UnsupportedError
 from ropex.spec import spec_of

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from importlib.resources import files
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ropex.config import ADAROPE, Rope, read_json, rope_of
-from ropex.errors import CheckpointError, OptionError
+from ropex.errors import CheckpointError, OptionError, UnsupportedError, first_line
 from ropex.hub import fetch, looks_like_hub_id
 from ropex.spec import RotarySpec, spec_of
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -115,6 +118,21 @@ def is_meta(path: Path) -> bool:
 def is_pickled(path: Path) -> bool:
     """True for a Hugging Face folder with weights in PyTorch's own files alone."""
     return any(path.glob("pytorch_model*.bin")) and not any(path.glob("*.safetensors"))
+
+
+def open_gguf(path: Path) -> "GGUFReader":
+    """The parsed header, tensors mapped into memory. Errors: CheckpointError for what is no whole GGUF file."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise UnsupportedError("GGUF files need the gguf package: pip install gguf sentencepiece") from None
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
+        raise CheckpointError(f"{path} is not a whole GGUF file ({first_line(error)}): download it again") from None
+    if reader.byte_order != "I":
+        raise UnsupportedError(f"{path} is written for machines of the other byte order: get one for this machine's")
+    return reader
 
 
 def is_run(path: Path) -> bool:

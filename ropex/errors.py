@@ -23,3 +23,8 @@ class OutputError(RopexError):
 
 class DataError(RopexError):
     """Training or evaluation text is missing or too short."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -16,11 +16,12 @@ from ropex.checkpoint import (
     is_run,
     locate,
     open_checkpoint,
+    open_gguf,
     run_source,
     split_method,
 )
 from ropex.config import ADAROPE, canonical, read_json, rope_of
-from ropex.errors import CheckpointError, OptionError, UnsupportedError
+from ropex.errors import CheckpointError, OptionError, UnsupportedError, first_line
 from ropex.lora import LORA_A, LORA_B, merge_into
 from ropex.seam import ROTARY_TENSORS, attach, load_rotary_state
 from ropex.spec import RotarySpec, make_spec
@@ -69,7 +70,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
             config = backbone_config(read_json(folder / "config.json"))
             return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} has no usable tokenizer ({_first_line(error)})") from None
+            raise CheckpointError(f"{folder} has no usable tokenizer ({first_line(error)})") from None
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -90,7 +91,7 @@ def backbone_config(config: dict[str, Any]) -> "PreTrainedConfig":
     try:
         return AutoConfig.for_model(model_type, **plain)
     except Exception as error:  # transformers' validators raise many kinds
-        raise CheckpointError(f"config.json is not a valid {model_type} config: {_first_line(error)}") from None
+        raise CheckpointError(f"config.json is not a valid {model_type} config: {first_line(error)}") from None
 
 
 def _source(path: Path) -> Path:
@@ -123,7 +124,7 @@ def load_checkpoint(
                 use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
         except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
-            raise CheckpointError(f"{checkpoint.path} does not load: {_first_line(error)}") from None
+            raise CheckpointError(f"{checkpoint.path} does not load: {first_line(error)}") from None
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(f"{checkpoint.path} lacks the tensor {missing[0]}: the checkpoint is incomplete")
@@ -157,7 +158,7 @@ def _load_gguf(path: Path, dtype: torch.dtype | None, attn: str | None) -> "PreT
             )  # fmt: skip
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{path} does not load as GGUF ({_first_line(error)}): try `ropex convert {path} -o OUT --to rope`"
+                f"{path} does not load as GGUF ({first_line(error)}): try `ropex convert {path} -o OUT --to rope`"
             ) from None
     rope_of(model.config.to_dict())
     return model
@@ -165,14 +166,7 @@ def _load_gguf(path: Path, dtype: torch.dtype | None, attn: str | None) -> "PreT
 
 def _refuse_lost_rope(path: Path) -> None:
     """transformers reads neither per-pair factors nor scaling from a GGUF file: its model would turn otherwise."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise UnsupportedError("reading GGUF needs the gguf package: pip install gguf sentencepiece") from None
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{path} is not a whole GGUF file ({_first_line(error)}): download it again") from None
+    reader = open_gguf(path)
     scaling = {key.split(".", 1)[1]: field.contents() for key, field in reader.fields.items() if ".rope.scal" in key}
     scaled = scaling.get("rope.scaling.type", "linear") != "none" and (
         scaling.get("rope.scaling.factor", scaling.get("rope.scale_linear", 1.0)) != 1.0
@@ -221,10 +215,6 @@ def split_trained(tensors: dict[str, torch.Tensor]) -> tuple[Tensors, Tensors, T
     rotary = {n: t for n, t in tensors.items() if n.rpartition(".")[2] in ROTARY_TENSORS}
     lora = {n: t for n, t in tensors.items() if n.endswith((LORA_A, LORA_B))}
     return rotary, lora, {n: t for n, t in tensors.items() if n not in rotary and n not in lora}
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @contextmanager
