@@ -29,13 +29,12 @@ def _summed(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torc
     return F.cross_entropy(head(hidden).float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
-def summed_nll(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Module, chunk: int) -> torch.Tensor:
-    """NLL in nats summed over every label but IGNORED; 0, with a gradient of 0, where there is none.
+def summed_nll(hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module, chunk: int) -> torch.Tensor:
+    """NLL in nats summed over every target but IGNORED; 0, with a gradient of 0, where there is none.
 
-    hidden [B, T, H] at each token predicts the label [B, T] of the next one.
+    hidden [B, T, H] at each token predicts its own target [B, T].
     """
-    states = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-    targets = labels[:, 1:].reshape(-1)
+    states, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for part, wanted in zip(states.split(chunk), targets.split(chunk), strict=True):
         # preserve_rng_state: the head draws nothing, and reading the generator's state costs a sync on a GPU
@@ -59,7 +58,12 @@ def batch_loss(
         position_ids=batch["position_ids"],
         use_cache=False,
     ).last_hidden_state
-    total = summed_nll(states, batch["labels"], head, chunk or chunk_tokens(head.weight.shape[0]))
+    targets = batch.get(
+        "shift_labels"
+    )  # already moved where a window is cut along its tokens, which borders would lose
+    if targets is None:
+        states, targets = states[:, :-1], batch["labels"][:, 1:]
+    total = summed_nll(states, targets, head, chunk or chunk_tokens(head.weight.shape[0]))
     return total / torch.as_tensor(items, device=total.device).clamp(min=1)
 
 

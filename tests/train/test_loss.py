@@ -46,6 +46,13 @@ def test_loss_and_every_gradient_equal_those_of_the_full_logits(tiny_llama: Call
     assert not theirs
 
 
+def test_targets_that_came_shifted_give_the_same_loss(tiny_llama: Callable) -> None:
+    model, batch = tiny_llama(), make_batch(2, 41, labels=30)
+    shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    ours = batch_loss(model, batch | {"shift_labels": shifted}, items(batch), 16)
+    torch.testing.assert_close(ours, batch_loss(model, batch, items(batch), 16), rtol=1e-6, atol=0)
+
+
 def test_a_batch_without_labels_gives_zero_and_no_nan(tiny_llama: Callable) -> None:
     model, batch = tiny_llama(), make_batch(1, 20, labels=0)
     loss = batch_loss(model, batch, items(batch), 8)
@@ -97,9 +104,9 @@ def test_no_more_logits_than_a_chunk_ever_exist() -> None:
 def test_the_reduction_is_float32_for_a_bfloat16_model() -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(32, 300, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    hidden, labels = torch.randn(1, 2001, 32, dtype=torch.bfloat16), torch.randint(300, (1, 2001))
-    ours = summed_nll(hidden, labels, head, 128)
-    exact = F.cross_entropy(head(hidden)[0, :-1].double(), labels[0, 1:], reduction="sum")
+    hidden, targets = torch.randn(1, 2000, 32, dtype=torch.bfloat16), torch.randint(300, (1, 2000))
+    ours = summed_nll(hidden, targets, head, 128)
+    exact = F.cross_entropy(head(hidden)[0].double(), targets[0], reduction="sum")
     assert ours.dtype == torch.float32
     assert abs(float(ours) / float(exact) - 1) < 1e-5
 
