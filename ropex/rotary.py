@@ -51,6 +51,7 @@ class AdaRotary(nn.Module):
         self.delta = nn.Parameter(torch.zeros(kv_heads, pairs, **float32))
         self.tau = nn.Parameter(torch.ones(query_heads, **float32))
         self.gamma = nn.Parameter(torch.zeros(query_heads, **float32))
+        self.peers = [self]  # the layers of a model whose tables have this one's shapes and options
 
     def _apply(self, fn: Any, recurse: bool = True) -> "AdaRotary":
         """Follow the model to its device, never to its dtype."""
@@ -61,6 +62,12 @@ class AdaRotary(nn.Module):
 
         return super()._apply(move, recurse)
 
+    def kind(self) -> tuple[Any, ...]:
+        """What two layers must share to have their tables made together."""
+        shapes = self.theta0.shape, self.delta.shape, self.tau.shape
+        options = self.window, self.log_coef, self.interleaved, self.length, self.upcast, self.turn_scale
+        return (*shapes, *options)
+
     def theta(self) -> torch.Tensor:
         """Frequencies [Hkv or 1, F], radians per token."""
         return self.theta0 * self.delta.exp()
@@ -68,25 +75,22 @@ class AdaRotary(nn.Module):
     def scale(self, position_ids: torch.Tensor) -> torch.Tensor:
         """lambda [B, Hq or 1, T] of queries at position_ids [B, T]; L is position + 1, or the whole row's length."""
         _, ratio, growth = _of_positions(position_ids, self.window, self.length)
-        return self._scale(ratio, growth)
+        return self._scale(self.gamma[:, None], self.tau[:, None], ratio, growth)
 
-    def _scale(self, ratio: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
-        scale = (self.gamma[:, None] * growth).exp() / self.tau[:, None]
+    def _scale(self, gamma: torch.Tensor, tau: torch.Tensor, ratio: torch.Tensor, growth: torch.Tensor) -> torch.Tensor:
+        scale = (gamma * growth).exp() / tau
         return scale * (1 + self.log_coef * ratio.log()).square() if self.log_coef else scale
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate q [B, Hq, T, D] and k [B, Hkv, T, D] at position_ids [B, T] or [1, T]; only q is scaled."""
+        if q.shape[2] == 1 and not torch.is_grad_enabled():
+            return self._decode(q, k, position_ids)
         # Angles and their cosines in float32, cast once: 16-bit positions collapse neighbouring tokens. Nothing here is
         # a matrix product, so autocast changes nothing.
         at, ratio, growth = _of_positions(position_ids, self.window, self.length)
-        angles = at * self.theta()[:, None]
-        cos, sin = angles.cos(), angles.sin()
-        if self.upcast != "throughout":
-            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-        if self.upcast:
-            cos, sin = cos.float(), sin.float()
+        cos, sin = self._cast(at * self.theta()[:, None], q.dtype)
         if cos.shape[1] > 1:  # query heads of a group share their key's rotation
             groups = q.shape[1] // cos.shape[1]
             q_cos, q_sin = cos.repeat_interleave(groups, 1), sin.repeat_interleave(groups, 1)
@@ -94,29 +98,92 @@ class AdaRotary(nn.Module):
             q_cos, q_sin = cos, sin
         if self.turn_scale != 1:
             q_cos, q_sin = q_cos * self.turn_scale, q_sin * self.turn_scale
-        if q.shape[2] == 1:  # decoding a token is bound by the number of operations: q and k in one go
-            if q_cos is not cos:
-                apart = [(q_cos, q.shape[1]), (cos, k.shape[1])], [(q_sin, q.shape[1]), (sin, k.shape[1])]
-                cos, sin = (torch.cat([x.expand(-1, heads, -1, -1) for x, heads in part], 1) for part in apart)
-            both = rotate(torch.cat((q, k), 1), cos, sin, self.interleaved).to(q.dtype)
-            rotated, k = both.split((q.shape[1], k.shape[1]), 1)
+        rotated = rotate(q, q_cos, q_sin, self.interleaved).to(q.dtype)
+        k = rotate(k, cos, sin, self.interleaved).to(k.dtype)
+        scale = self._scale(self.gamma[:, None], self.tau[:, None], ratio, growth)
+        return (rotated * scale[..., None]).to(q.dtype), k
+
+    def _cast(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of angles, in the precision that the architecture rotates in."""
+        cos, sin = angles.cos(), angles.sin()
+        if self.upcast != "throughout":
+            cos, sin = cos.to(dtype), sin.to(dtype)
+        return (cos.float(), sin.float()) if self.upcast else (cos, sin)
+
+    def _decode(
+        self, q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """forward for one token a row, which is bound by the number of operations: q and k turn in one go, by tables
+        that the first layer makes for all its peers."""
+        kept = _kept(position_ids)
+        found = None if kept is None else kept.pop(self, None)  # once only: the next pass may find other values
+        if found is None or found[0] != self._state(q, position_ids):
+            peers = [self] if kept is None else [p for p in self.peers if p.delta.device == q.device]
+            made = {
+                peer: (peer._state(q, position_ids), tables)
+                for peer, tables in zip(peers, self._tables(peers, q, k, position_ids), strict=True)
+            }
+            found = made.pop(self)
+            if kept is not None:
+                kept.update(made)
+        cos, sin, scale = found[1]
+        both, span = torch.cat((q, k), 1), cos.shape[-1]
+        turning = both[..., :span]
+        if self.interleaved:
+            swapped = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         else:
-            rotated = rotate(q, q_cos, q_sin, self.interleaved).to(q.dtype)
-            k = rotate(k, cos, sin, self.interleaved).to(k.dtype)
-        return (rotated * self._scale(ratio, growth)[..., None]).to(q.dtype), k
+            swapped = turning.roll(span // 2, -1)
+        turned = (turning * cos + swapped * sin).to(q.dtype)
+        both = turned if span == both.shape[-1] else torch.cat((turned, both[..., span:]), -1)
+        rotated, k = both.split((q.shape[1], k.shape[1]), 1)
+        return (rotated * scale).to(q.dtype), k
+
+    def _state(self, q: torch.Tensor, position_ids: torch.Tensor) -> tuple[Any, ...]:
+        """Tables made in another state are of no use."""
+        tensors = (position_ids, self.theta0, self.delta, self.tau, self.gamma)
+        return (q.dtype, q.device, *(t._version for t in tensors if not t.is_inference()))
+
+    def _tables(
+        self, peers: "list[AdaRotary]", q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor
+    ) -> "list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]":
+        """Of each peer: cos and sin [B, Hq + Hkv or 1, 1, R] of q's and then k's heads, sin with the signs that the
+        swapped channels take, and lambda [B, Hq or 1, 1, 1]."""
+        at, ratio, growth = _of_positions(position_ids, self.window, self.length)
+        theta0, delta = torch.stack([p.theta0 for p in peers]), torch.stack([p.delta for p in peers])
+        cos, sin = self._cast(at * (theta0[:, None] * delta.exp())[:, None, :, None], q.dtype)
+        if self.interleaved:
+            cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+        else:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        if cos.shape[2] > 1 or self.turn_scale != 1:
+            groups = q.shape[1] // cos.shape[2]
+            q_cos, q_sin = cos.repeat_interleave(groups, 2), sin.repeat_interleave(groups, 2)
+            if self.turn_scale != 1:
+                q_cos, q_sin = q_cos * self.turn_scale, q_sin * self.turn_scale
+            heads = (-1, -1, k.shape[1], -1, -1)
+            cos, sin = torch.cat((q_cos, cos.expand(heads)), 2), torch.cat((q_sin, sin.expand(heads)), 2)
+        tau, gamma = torch.stack([p.tau for p in peers]), torch.stack([p.gamma for p in peers])
+        scale = self._scale(gamma[:, None, :, None], tau[:, None, :, None], ratio, growth)
+        return list(zip(cos.unbind(), sin.unbind(), scale[..., None].unbind(), strict=True))
+
+
+def _kept(position_ids: torch.Tensor) -> dict[Any, Any] | None:
+    """What layers of one forward pass share, which get the same positions, so that it stays with those.
+
+    None in inference mode, where a tensor that was changed in place cannot be told from what it was.
+    """
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or position_ids.is_inference():
+        return None
+    return position_ids.__dict__.setdefault("_adarope", {})
 
 
 def _of_positions(
     position_ids: torch.Tensor, window: int, length: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The positions in float32 [B, 1, T, 1], max(L, window)/window and ln ln(1 + that), each [B, 1, T].
-
-    All layers of a forward pass get the same positions, so these stay with them; not in inference mode, where a tensor
-    that was changed in place cannot be told from what it was.
-    """
-    keeps = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or position_ids.is_inference())
-    kept = position_ids.__dict__.setdefault("_adarope", {}) if keeps else {}
-    key = (window, length, position_ids._version if keeps else 0)
+    """The positions in float32 [B, 1, T, 1], max(L, window)/window and ln ln(1 + that), each [B, 1, T]."""
+    kept = _kept(position_ids)
+    kept = {} if kept is None else kept
+    key = (window, length, 0 if position_ids.is_inference() else position_ids._version)
     if key not in kept:
         at = position_ids.float()
         ratio = (at + 1) / window
@@ -202,6 +269,8 @@ def install(model: Any, attention: str, numbers: Any, make: Any) -> list[AdaRota
         modeling: Any = sys.modules[type(layer).__module__]
         if not hasattr(modeling.apply_rotary_pos_emb, "dispatches_adarope"):
             modeling.apply_rotary_pos_emb = dispatch(modeling.apply_rotary_pos_emb)
+    for rotary in rotaries:
+        rotary.peers = [other for other in rotaries if other.kind() == rotary.kind()]
     if layers:
         model.get_decoder().register_forward_pre_hook(count_from_first_token, with_kwargs=True)
     return rotaries

@@ -169,7 +169,8 @@ def test_positions_changed_in_place_are_seen(mode):
     assert rotary.scale(positions).requires_grad
 
 
-def test_a_single_token_is_turned_as_in_a_longer_row():
+@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"upcast": "throughout"}, {"log_coef": 0.1}])
+def test_a_single_token_is_turned_as_in_a_longer_row(options):
     """Decoding takes q and k in one go; every head count, shared and own tables, part of the head."""
     for heads, kv, tables, pairs, turn_scale in (
         (8, 2, 2, 4, 1.0),
@@ -177,7 +178,7 @@ def test_a_single_token_is_turned_as_in_a_longer_row():
         (4, 4, 4, 2, 1.3),
         (3, 1, 1, 4, 1.0),
     ):
-        rotary = AdaRotary(pairs, 1 if tables == 1 else heads, tables, 16, turn_scale=turn_scale)
+        rotary = AdaRotary(pairs, 1 if tables == 1 else heads, tables, 16, turn_scale=turn_scale, **options)
         rotary.theta0.uniform_(0.1, 1)
         with torch.no_grad():
             rotary.delta.normal_()
@@ -188,3 +189,30 @@ def test_a_single_token_is_turned_as_in_a_longer_row():
             for t in range(5):
                 one = rotary(q[:, :, t : t + 1], k[:, :, t : t + 1], positions[:, t : t + 1])
                 assert torch.equal(one[0], full[0][:, :, t : t + 1]) and torch.equal(one[1], full[1][:, :, t : t + 1])
+
+
+@torch.no_grad()
+def test_tables_that_one_layer_made_for_its_peers_are_theirs_and_never_old():
+    layers = [make(rope_theta(8)) for _ in range(3)]
+    for layer in layers:
+        layer.delta.normal_()
+        layer.gamma.normal_()
+        layer.peers = layers
+    q, k = random_qk()
+    positions = torch.tensor([[500]])
+
+    def alone(layer):
+        with torch.enable_grad():  # the way of longer rows
+            return [x.detach() for x in layer(q, k, positions.clone())]
+
+    def same(layer):
+        return all(map(torch.equal, layer(q, k, positions), alone(layer)))
+
+    assert same(layers[0]) and same(layers[1])
+    layers[2].delta += 1  # its tables were made before
+    assert same(layers[2])
+    assert same(layers[0])
+    layers[0].gamma += 1  # the first layer of the next pass, at the same positions
+    assert same(layers[0]) and same(layers[1])
+    positions += 7
+    assert same(layers[1]) and same(layers[2])
