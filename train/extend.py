@@ -1,6 +1,5 @@
 """extend: train a checkpoint's rotary embedding, and then LoRA with it, for a longer context."""
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,13 +10,14 @@ import torch
 from accelerate import PartialState
 
 from ropex.config import ADAROPE
-from ropex.errors import OptionError, RopexError, UnsupportedError
+from ropex.errors import OptionError, RopexError
 from ropex.loading import as_dtype, load, load_tokenizer, quiet
 from ropex.seam import attach, rope_of_model
 from ropex.spec import RotarySpec, make_spec
 from ropex.train import runfolder
+from ropex.train.devices import Devices, check_pieces, launched, shard
 from ropex.train.documents import sources, tokenise
-from ropex.train.loss import batch_loss
+from ropex.train.loss import loss_as_forward
 from ropex.train.memory import estimate
 from ropex.train.plan import require_fit
 from ropex.train.recipe import RECIPE, write_recipe
@@ -102,11 +102,8 @@ def extend(
     check(asked)
     if resume and overwrite:
         raise OptionError("resume continues the run that overwrite would replace: give one of them")
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or "ACCELERATE_USE_DEEPSPEED" in os.environ:
-        raise UnsupportedError(
-            "sharded training (FSDP, DeepSpeed) is not supported: each process holds the whole model"
-        )
     everyone = PartialState(cpu=not torch.cuda.is_available())  # one process, or what torchrun and accelerate started
+    devices = launched()
     if "@" in Path(src).name and not Path(src).exists():
         raise OptionError(f"{src}: a method on the fly cannot be trained; leave '@...' out and choose it with --init")
     report = Report(console, everyone.is_main_process)
@@ -124,13 +121,14 @@ def extend(
         report.say(f"{place} does not exist yet: starting from the beginning")
     sources(data)  # a missing file should not wait for the model to load
 
-    model, settings, spec = _model(source, asked, params)
+    model, settings, spec = _model(source, asked, params, devices)
+    check_pieces(model, settings, devices)
     report.say("reading the training text")
     tokenizer = load_tokenizer(source)
     with everyone.main_process_first():  # the others find its tokens in the cache
         corpus = tokenise(data, tokenizer, settings.sample_tokens, model.config.vocab_size, settings.pack, report.say)
     _say_corpus(report, corpus, settings)
-    report.say(f"attention: {model.config._attn_implementation}, device: {everyone.device}")
+    report.say(f"attention: {model.config._attn_implementation}, device: {everyone.device}{_shared(devices)}")
     run = {
         "source": source,
         "spec": spec.block(),
@@ -144,11 +142,14 @@ def extend(
             "fingerprint": corpus.fingerprint,
         },
         "versions": runfolder.versions(),
+        "readers": devices.readers,  # windows of a step follow from it
         "seed": settings.seed,
     }
     if before is not None:
         _same_run(place, before, settings.block())
         _same_run(place, before, {"data": corpus.fingerprint}, {"data": before["data"]["fingerprint"]})
+        readers = devices.readers
+        _same_run(place, before, {"processes": readers}, {"processes": before.get("readers", readers)})
         if before["versions"] != run["versions"]:
             report.say(f"versions differ from those that began the run: {before['versions']}")
         run = before
@@ -159,8 +160,10 @@ def extend(
         asked_again = {"source": source, "data": list(data), **({"params": dict(params)} if params else {})}
         write_recipe(place / RECIPE, asked_again | settings.block())
     everyone.wait_for_everyone()
+    if devices.sharded:
+        shard(model, devices)
     try:
-        finished = _train(model, settings, corpus, place, run, report)
+        finished = _train(model, settings, corpus, place, run, report, devices)
     except RopexError:
         if before is None and everyone.is_main_process and not runfolder.read_log(place):  # it failed before a step
             shutil.rmtree(place)
@@ -169,10 +172,10 @@ def extend(
 
 
 def _model(
-    source: str, asked: Settings, params: Mapping[str, Any] | None
+    source: str, asked: Settings, params: Mapping[str, Any] | None, devices: Devices
 ) -> tuple["PreTrainedModel", Settings, RotarySpec]:
     """The converted model, the resolved settings, and the spec."""
-    model = load(source, asked.dtype, attn=_attention(asked.attn))
+    model = load(source, asked.dtype, attn=_attention(asked.attn, devices))
     spec: RotarySpec | None = getattr(model, "ropex_spec", None)
     if spec is None:
         if asked.target is None:
@@ -196,7 +199,7 @@ def _model(
     return model, resolve(asked, spec.target, str(_spelled(model.dtype))), spec
 
 
-def _attention(asked: str) -> str | None:
+def _attention(asked: str, devices: Devices) -> str | None:
     """transformers' name of the attention to use; None lets transformers choose (sdpa where the family has it)."""
     from transformers.utils import is_flash_attn_2_available
 
@@ -204,6 +207,8 @@ def _attention(asked: str) -> str | None:
         raise OptionError("flash attention is not installed: pip install flash-attn on a machine with a GPU")
     if asked != "auto":
         return asked
+    if devices.pieces > 1:
+        return "sdpa"
     return "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else None
 
 
@@ -219,16 +224,17 @@ def _train(
     place: Path,
     run: dict[str, Any],
     report: Report,
+    devices: Devices,
 ) -> bool:
     """Make the stages that are not done yet; True when all are."""
     if settings.grad_ckpt:
         # Re-entrant checkpointing gives a frozen backbone no gradients, or a table that all layers share a crash.
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.disable_input_require_grads()  # only the re-entrant kind needs it
-    first, everyone = 0, PartialState()
+    first = 0
     with Stop(report.say) as stop, quiet():
         for number, stage in enumerate(settings.stages):
-            folder, count = place / stage.name, settings.steps(stage) * settings.samples_a_step * everyone.num_processes
+            folder, count = place / stage.name, settings.steps(stage) * settings.samples_a_step * devices.readers
             if stage.lora:
                 add_lora(model, settings.lora_r, settings.lora_alpha, settings.seed + number)
             state = runfolder.read_trained(folder, report.say)
@@ -239,18 +245,22 @@ def _train(
                 windows = Windows(
                     corpus, settings.sample_tokens, settings.target or 0, settings.seed, first, count, settings.pack
                 )
-                if not _make_stage(model, stage, settings, windows, place, report, stop):
+                if not _make_stage(model, stage, settings, windows, place, report, stop, devices):
                     return False
-                if everyone.is_main_process:
-                    block = run | {"lora": _lora_block(model, settings, stage)}
-                    runfolder.write_trained(folder, block, trained_state(model))
-                everyone.wait_for_everyone()
+                _write(folder, run | {"lora": _lora_block(model, settings, stage)}, model)
             first += count
-    if everyone.is_main_process:
-        runfolder.write_trained(place, run, trained_state(model))
-    everyone.wait_for_everyone()
+    _write(place, run, model)
     report.say(f"finished: {place}")
     return True
+
+
+def _write(folder: Path, block: dict[str, Any], model: "PreTrainedModel") -> None:
+    """A folder that ropex.load takes, written by the first process from what all of them hold."""
+    everyone = PartialState()
+    state = trained_state(model, keep=everyone.is_main_process)
+    if everyone.is_main_process:
+        runfolder.write_trained(folder, block, state)
+    everyone.wait_for_everyone()
 
 
 def _make_stage(
@@ -261,21 +271,23 @@ def _make_stage(
     place: Path,
     report: Report,
     stop: Stop,
+    devices: Devices,
 ) -> bool:
     """Train one stage from its newest checkpoint or its beginning; False when a signal ended it early."""
     folder, steps = place / stage.name, settings.steps(stage)
     choose(model, stage, settings.ada_freq, settings.ada_scale)
-    _say_stage(report, stage, model, settings)
-    require_fit(model, stage, settings)
+    _say_stage(report, stage, model, settings, devices)
+    require_fit(model, stage, settings, devices.pieces)
 
     def record(line: dict[str, Any]) -> None:
         if PartialState().is_main_process:
             runfolder.append_log(place, line)
         report.step(line)
 
-    trainer = StageTrainer(model, stage, settings, windows, folder, record, stop)
+    trainer = StageTrainer(model, stage, settings, windows, folder, record, stop, devices)
     model.train()
-    check_gradients(model, lambda: batch_loss(model, _probe(windows, model.device), _PROBE_TOKENS))
+    with loss_as_forward(model):
+        check_gradients(model, lambda: model(_probe(windows, model.device), _PROBE_TOKENS))
     done, checkpoint = runfolder.newest_whole(folder, report.say) or (0, None)
     if checkpoint:
         report.say(f"stage {stage.name} continues after step {done}")
@@ -339,12 +351,22 @@ def _say_corpus(report: Report, corpus: Corpus, settings: Settings) -> None:
     )
 
 
-def _say_stage(report: Report, stage: Stage, model: "PreTrainedModel", settings: Settings) -> None:
+def _shared(devices: Devices) -> str:
+    """How processes share the work, to be said after the device."""
+    processes = PartialState().num_processes
+    if processes == 1 and not devices.sharded:
+        return ""
+    said = f", {processes} processes"
+    said += ", the backbone in shards (FSDP2)" if devices.sharded else ", each with the whole model"
+    return said + (f", a window over {devices.pieces} of them" if devices.pieces > 1 else "")
+
+
+def _say_stage(report: Report, stage: Stage, model: "PreTrainedModel", settings: Settings, devices: Devices) -> None:
     tensors = trainable(model)
     listed = ", ".join(f"{kind} {n['numbers']:,} in {n['tensors']}" for kind, n in counts(tensors).items())
     total = sum(t.parameter.numel() for t in tensors)
     report.say(f"stage {stage.name} trains {total:,} numbers: {listed} tensors")
-    parts = estimate(model, tensors, settings)
+    parts = estimate(model, tensors, settings, devices.pieces)
     listed = ", ".join(f"{name} {size(held)}" for name, held in parts.items() if name != "total")
     report.say(f"stage {stage.name} needs about {size(parts['total'])} of memory: {listed}")
 

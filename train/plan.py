@@ -10,7 +10,8 @@ from ropex.errors import OptionError, UnsupportedError
 from ropex.loading import as_dtype, backbone_config
 from ropex.seam import attach, rope_of_model
 from ropex.spec import make_spec, spec_of
-from ropex.train.memory import estimate
+from ropex.train.devices import held
+from ropex.train.memory import estimate, size_of
 from ropex.train.report import size
 from ropex.train.settings import Settings, check, resolve
 from ropex.train.stages import Stage
@@ -41,20 +42,26 @@ def plan(source: str, **asked: Any) -> dict[str, Any]:
     return {"stages": stages, "device": device, "available": available, "notes": notes}
 
 
-def require_fit(model: "PreTrainedModel", stage: Stage, settings: Settings) -> None:
-    """Refuse a stage that cannot fit, with the setting that would."""
-    loaded = sum(p.numel() * p.element_size() for p in model.parameters())
+def require_fit(model: "PreTrainedModel", stage: Stage, settings: Settings, pieces: int = 1) -> None:
+    """Refuse a stage that cannot fit, with the setting that would. pieces: processes that share a window's tokens."""
+    loaded = sum(size_of(held(p)) for p in model.parameters())
     on_device = next(model.parameters()).device.type != "cpu" or not torch.cuda.is_available()
     _, available = _device()
-    if said := too_large(model, stage, trainable(model), settings, available + (loaded if on_device else 0)):
+    free = available + (loaded if on_device else 0)
+    if said := too_large(model, stage, trainable(model), settings, free, pieces):
         raise OptionError(said)
 
 
 def too_large(
-    model: "PreTrainedModel", stage: Stage, tensors: list[Trained], settings: Settings, available: int
+    model: "PreTrainedModel",
+    stage: Stage,
+    tensors: list[Trained],
+    settings: Settings,
+    available: int,
+    pieces: int = 1,
 ) -> str | None:
     """What to say of a stage that needs more than there is, or None. Estimates are rough: half as much again passes."""
-    needed = estimate(model, tensors, settings)["total"]
+    needed = estimate(model, tensors, settings, pieces)["total"]
     if needed <= 1.5 * available:
         return None
     cures = [
@@ -68,7 +75,7 @@ def too_large(
         cures.append(
             (f"--window {window} and --grad-ckpt", replace(settings, grad_ckpt=True, window=window, batch_size=1))
         )
-    fits = next((name for name, wish in cures if estimate(model, tensors, wish)["total"] <= available), None)
+    fits = next((name for name, wish in cures if estimate(model, tensors, wish, pieces)["total"] <= available), None)
     cure = f"{fits} would fit" if fits else "no setting makes it fit: take a device with more memory"
     return f"stage {stage.name} needs about {size(needed)} and there are {size(available)}: {cure}"
 

@@ -12,6 +12,7 @@ from ropex.errors import CheckpointError, OptionError, RopexError
 from ropex.loading import set_weights, split_trained
 from ropex.lora import LORA_A, LORA_B
 from ropex.seam import load_rotary_state, rope_of_model, rotaries, rotary_state
+from ropex.train.devices import gathered, held, share
 from ropex.train.stages import Stage
 
 if TYPE_CHECKING:
@@ -95,12 +96,17 @@ def counts(tensors: list[Trained]) -> dict[str, dict[str, int]]:
     }
 
 
-def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a run keeps, float32 on the CPU: all rotary tensors, LoRA's matrices, and whole weights that are trained."""
+def trained_state(model: nn.Module, keep: bool = True) -> dict[str, torch.Tensor]:
+    """What a run keeps, float32 on the CPU: all rotary tensors, LoRA's matrices, and whole weights that are trained.
+
+    A weight in shards takes every process to gather it; keep: False gives the others an empty dict for their help."""
+    weights = ((t.name, gathered(t.parameter.detach())) for t in trainable(model) if t.kind == WEIGHT)
+    if not keep:
+        for _ in weights:
+            pass
+        return {}
     state = rotary_state(model)
-    for tensor in trainable(model):
-        if tensor.kind == WEIGHT:
-            state[tensor.name] = tensor.parameter.detach().float().cpu().clone()
+    state |= {name: weight.float().cpu().clone() for name, weight in weights}
     for name, a, b in lora_matrices(model):
         state[name + LORA_A] = a.detach().float().cpu().clone()
         state[name + LORA_B] = b.detach().float().cpu().clone()
@@ -112,7 +118,8 @@ def restore(model: "PreTrainedModel", state: Mapping[str, torch.Tensor], where: 
     """Copy a trained_state back into the model it came from; a missing, extra or mis-shaped tensor is an error."""
     rotary, lora, weights = split_trained(dict(state))
     load_rotary_state(model, rotary, where)
-    set_weights(model, weights, where)
+    parameters = dict(model.named_parameters())
+    set_weights(model, {n: share(w, parameters[n]) if n in parameters else w for n, w in weights.items()}, where)
     places: dict[str, nn.Parameter] = {}
     for name, a, b in lora_matrices(model):
         places |= {name + LORA_A: a, name + LORA_B: b}
@@ -137,7 +144,7 @@ def check_gradients(model: nn.Module, loss: Callable[[], torch.Tensor]) -> None:
         with seeded(0), _noisy_b(model):
             loss().backward()
         absent = [t.name for t in tensors if t.kind != WEIGHT and t.parameter.grad is None]
-        wild = [t.name for t in tensors if t.parameter.grad is not None and not t.parameter.grad.isfinite().all()]
+        wild = [t.name for t in tensors if t.parameter.grad is not None and not held(t.parameter.grad).isfinite().all()]
         # an expert that no token of the probe goes to has no gradient either, so whole weights may have none
         still = [
             t.name for t in tensors if t.kind != WEIGHT and t.parameter.grad is not None and not t.parameter.grad.any()

@@ -12,11 +12,14 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ropex.checkpoint import TRAINED
 from ropex.errors import CheckpointError, OutputError, RopexError
 from ropex.train import atomic
+from ropex.train.devices import Devices, average_gradients, gathered, own_shards, share
 from ropex.train.loss import loss_as_forward
 from ropex.train.settings import Settings
 from ropex.train.stages import Stage
@@ -40,17 +43,18 @@ def rate(step: int, steps: int) -> float:
 
 
 def parameter_groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """One group a learning rate. None decays: a rotary tensor pulled towards 0 is another table, and LoRA is small."""
+    """One group a learning rate, and apart what is in shards, which the optimiser cannot mix with what is whole. None
+    decays: a rotary tensor pulled towards 0 is another table, and LoRA is small."""
     rates = {
         "delta": settings.lr_freq,
         "tau": settings.lr_scale, "gamma": settings.lr_scale,
         "lora_A": settings.lr_lora, "lora_B": settings.lr_lora, WEIGHT: settings.lr_full,
     }  # fmt: skip
     names = {"delta": "freq", "tau": "scale", "gamma": "scale", "lora_A": "lora", "lora_B": "lora", WEIGHT: "full"}
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for tensor in trainable(model):
         group = groups.setdefault(
-            names[tensor.kind],
+            (names[tensor.kind], isinstance(tensor.parameter, DTensor)),
             {"name": names[tensor.kind], "params": [], "lr": rates[tensor.kind], "weight_decay": 0.0},
         )
         group["params"].append(tensor.parameter)
@@ -71,7 +75,9 @@ class StageTrainer(Trainer):
         folder: Path,
         record: Callable[[dict[str, Any]], None],
         stop: "Stop",
+        devices: Devices | None = None,
     ) -> None:
+        self.devices = devices or Devices()
         self.stage, self.settings, self.windows, self.record = stage, settings, windows, record
         self.trained, self.folder = model, folder
         self._began, self._rates, self._destination = 0.0, {}, folder  # type: float, dict[str, float], Path
@@ -95,9 +101,16 @@ class StageTrainer(Trainer):
             disable_tqdm=True,
             report_to=settings.report_to or "none",
             log_level="error",
+            parallelism_config=self.devices.parallelism,
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # without this, two visible GPUs mean DataParallel
         super().__init__(model, arguments, train_dataset=windows, callbacks=[_Watch(self, stop)])
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.devices.sharded:
+            own_shards(self.accelerator)
+            self.is_fsdp_enabled = True
 
     def compute_loss(
         self,
@@ -115,6 +128,8 @@ class StageTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
+        if self.devices.sharded:
+            average_gradients(self.trained)
         norm = super()._clip_grad_norm(model)
         if not math.isfinite(norm):
             raise self._diverged("gradient norm", float(norm))
@@ -152,7 +167,7 @@ class StageTrainer(Trainer):
         if "loss" not in logs:
             return
         seconds, step = time.perf_counter() - self._began, self.state.global_step
-        a_step = self.settings.samples_a_step * self.accelerator.num_processes
+        a_step = self.settings.samples_a_step * self.devices.readers
         first = self.windows.first + (step - 1) * a_step
         line = {
             "stage": self.stage.name,
@@ -204,12 +219,40 @@ class StageTrainer(Trainer):
             atomic.rotate(self.folder, self.settings.keep)
         self.accelerator.wait_for_everyone()
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if not self.is_world_process_zero():
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        first = self.is_world_process_zero()
+        state = trained_state(self.trained, keep=first)
+        if first:
+            folder = Path(output_dir or self.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic.write_tensors(folder / TRAINED, state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.devices.sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
             return
-        folder = Path(output_dir or self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_tensors(folder / TRAINED, trained_state(self.trained))
+        first, state = self.is_world_process_zero(), self.create_optimizer().state_dict()
+        whole: dict[int, dict[str, Any]] = {}
+        for number, values in state["state"].items():
+            every = {name: gathered(value) for name, value in values.items()}  # takes all processes
+            whole[number] = {name: value.cpu() for name, value in every.items()} if first else {}
+        if first:
+            torch.save(state | {"state": whole}, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(self.create_scheduler(0).state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.devices.sharded or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer = self.create_optimizer()
+        state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, map_location="cpu", mmap=True, weights_only=True)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, values in state["state"].items():
+            like = parameters[number]
+            values |= {k: share(v, like) if v.shape == like.shape else v for k, v in values.items()}
+        optimizer.load_state_dict(state)
+        schedule = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        self.create_scheduler(0).load_state_dict(schedule)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         from safetensors import SafetensorError
