@@ -17,6 +17,7 @@ from ropex.errors import CheckpointError, DataError, OptionError, UnsupportedErr
 from ropex.eval.models import default_bos, encode, load_model, load_tokenizer, method_of, native_window
 from ropex.eval.progress import Progress, silent
 from ropex.eval.text import Document, read_documents
+from ropex.head import scale_logits
 
 _CHUNK_VALUES = 2**26  # logits held at once, in float32: 256 MiB
 _HEAD_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # mean, nats; 16-bit logits are coarser
@@ -114,7 +115,7 @@ def token_nll(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     for start in range(0, rows.shape[0], step):
         part = rows[start : start + step]
         logits = F.linear(part.float(), weight, bias) if weight is not None else head(part).float()
-        losses.append(F.cross_entropy(_scale_logits(logits, model), targets[start : start + step], reduction="none"))
+        losses.append(F.cross_entropy(scale_logits(logits, model), targets[start : start + step], reduction="none"))
     return torch.cat(losses).view(hidden.shape[:2]) if losses else rows.new_zeros(hidden.shape[:2]).float()
 
 
@@ -153,18 +154,6 @@ def summarise(sums: Tensor, counts: Tensor, edges: Sequence[int]) -> dict[str, A
         buckets.append({"start": start, "end": end, "nll": nll, "tokens": count})
     perplexity = math.exp(mean) if mean < 700 else None  # float64 ends near exp(709)
     return {"mean": mean, "tokens": tokens, "buckets": buckets, "perplexity": perplexity}
-
-
-def _scale_logits(logits: Tensor, model: PreTrainedModel) -> Tensor:
-    """What some families do between the output embedding and the softmax. `_check_head` finds the others."""
-    config = model.config.get_text_config()
-    if divisor := getattr(config, "logits_scaling", None):  # Granite
-        logits = logits / divisor
-    if factor := getattr(config, "logit_scale", None):  # Cohere
-        logits = logits * factor
-    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
-        logits = cap * torch.tanh(logits / cap)
-    return logits
 
 
 @torch.no_grad()

@@ -3,13 +3,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from families import tiny
 
+from ropex.families import FAMILIES
 from ropex.train.loss import IGNORED, batch_loss, chunk_tokens, summed_nll
 
 
-def make_batch(rows: int, length: int, labels: int | None = None, seed: int = 0) -> dict[str, torch.Tensor]:
+def make_batch(
+    rows: int, length: int, labels: int | None = None, seed: int = 0, vocabulary: int = 257
+) -> dict[str, torch.Tensor]:
     """Random tokens; only the last `labels` of each row count."""
-    ids = torch.randint(257, (rows, length), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
     wanted = ids.clone()
     if labels is not None:
         wanted[:, : length - labels] = IGNORED
@@ -51,6 +55,21 @@ def test_targets_that_came_shifted_give_the_same_loss(tiny_llama: Callable) -> N
     shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     ours = batch_loss(model, batch | {"shift_labels": shifted}, items(batch), 16)
     torch.testing.assert_close(ours, batch_loss(model, batch, items(batch), 16), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@torch.no_grad()
+def test_the_loss_is_that_of_the_logits_of_every_family(name: str) -> None:
+    """Some scale or cap their logits after the head."""
+    model, batch = tiny(name), make_batch(2, 33, vocabulary=97)
+    for factor in ("logits_scaling", "logit_scale", "final_logit_softcapping"):
+        if getattr(model.config, factor, None):
+            setattr(model.config, factor, 3.0)
+            if hasattr(model, factor):
+                setattr(model, factor, 3.0)
+    logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
+    reference = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+    torch.testing.assert_close(batch_loss(model, batch, items(batch), 16), reference, rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_without_labels_gives_zero_and_no_nan(tiny_llama: Callable) -> None:
