@@ -74,10 +74,9 @@ def launched() -> Devices:
         )
         if bad
     ]
-    if parallelism and parallelism.total_size != PartialState().num_processes:
-        wrong.append(
-            f"the parallelism config is for {parallelism.total_size} processes: {PartialState().num_processes} run"
-        )
+    processes = PartialState().num_processes
+    if parallelism and parallelism.total_size != processes:
+        wrong.append(f"the parallelism config is for {parallelism.total_size} processes, and there are {processes}")
     if wrong:
         raise OptionError("; ".join(wrong))
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"  # each process reads the checkpoint, and keeps its shard

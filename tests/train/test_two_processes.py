@@ -1,22 +1,17 @@
 """Two processes that share each step's windows train what one does that takes them all."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import assert_same_run, in_two
 
 from ropex.train.extend import extend
 
 
 @pytest.mark.parametrize("more", [{"window": 64}, {"pack": True, "target": 128}])
 def test_losses_and_weights_are_those_of_one_process(
-    checkpoint: Path,
-    text: Path,
-    tmp_path: Path,
-    more: dict[str, Any],
-    in_two: Callable,
-    assert_same_run: Callable,
+    checkpoint: Path, text: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     asked = {
         "target": 256, "data": [str(text)], "steps_warmup": 3, "steps_joint": 3, "save_steps": 2, "dtype": "float32",
