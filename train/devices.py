@@ -55,8 +55,8 @@ def launched() -> Devices:
         raise UnsupportedError("DeepSpeed is not supported: shard with --use_fsdp --fsdp_version 2")
     sharded = _is_on("ACCELERATE_USE_FSDP") and dist.is_initialized()
     parallelism = ParallelismConfig() if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG") else None
-    if parallelism and (parallelism.tp_size > 1 or parallelism.sp_size > 1):
-        raise UnsupportedError("tensor and Ulysses parallelism are not supported: give --parallelism_config_cp_size")
+    if parallelism and max(parallelism.tp_size, parallelism.sp_size, parallelism.dp_replicate_size) > 1:
+        raise UnsupportedError("of the parallelism config, dp_shard_size and cp_size are supported: leave out the rest")
     if parallelism and not sharded:
         raise OptionError("a parallelism config needs shards: add --use_fsdp --fsdp_version 2")
     if not sharded:
@@ -113,17 +113,14 @@ def check_pieces(model: "PreTrainedModel", settings: Settings, devices: Devices)
         raise OptionError(f"a window of {window} tokens does not divide into {cuts} pieces: give a multiple of {cuts}")
 
 
-def shard(model: "PreTrainedModel", devices: Devices) -> None:
+def shard(model: "PreTrainedModel") -> None:
     """Leave each process its share of the backbone, on its device; the rotary tensors stay whole. In place.
 
     Embeddings, final norm and head are one unit, gathered once a pass, so that the loss sees a plain head."""
     from torch.distributed.fsdp import fully_shard
 
     device, processes = PartialState().device, int(PartialState().num_processes)
-    if devices.parallelism:
-        mesh = devices.parallelism.get_device_mesh(device.type)[tuple(devices.parallelism.fsdp_dim_names)]
-    else:
-        mesh = dist.init_device_mesh(device.type, (processes,))
+    mesh = dist.init_device_mesh(device.type, (processes,), mesh_dim_names=("fsdp",))  # a name that peft goes by
     whole = {p for r in rotaries(model) for p in r.parameters()}
     whole |= {p for p in model.parameters() if _leaves_one_empty(p, processes)}
     for parameter in whole:

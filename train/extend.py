@@ -161,7 +161,7 @@ def extend(
         write_recipe(place / RECIPE, asked_again | settings.block())
     everyone.wait_for_everyone()
     if devices.sharded:
-        shard(model, devices)
+        shard(model)
     try:
         finished = _train(model, settings, corpus, place, run, report, devices)
     except RopexError:

@@ -101,6 +101,7 @@ class StageTrainer(Trainer):
             disable_tqdm=True,
             report_to=settings.report_to or "none",
             log_level="error",
+            log_level_replica="error",
             parallelism_config=self.devices.parallelism,
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)  # without this, two visible GPUs mean DataParallel

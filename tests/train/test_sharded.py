@@ -30,7 +30,7 @@ from ropex.train.devices import held
 from ropex.train.trainable import lora_matrices
 
 models, shard = [], module.shard
-module.shard = lambda model, devices: (models.append(model), shard(model, devices))
+module.shard = lambda model: (models.append(model), shard(model))
 extend = module.extend
 """
     + EXTEND.replace("from ropex.train.extend import extend\n", "")
@@ -133,7 +133,7 @@ def test_a_run_resumes_with_as_many_readers_as_it_began_with(
         (
             SHARDED | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
             UnsupportedError,
-            "tensor and Ulysses parallelism",
+            "dp_shard_size and cp_size",
         ),
         (
             SHARDED | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
