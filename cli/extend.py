@@ -134,6 +134,8 @@ def extend(
     from ropex.train.extend import extend as run
 
     result = run(src, out, data=texts, resume=resume, overwrite=overwrite, **asked)
+    if not _goes_on():
+        raise typer.Exit(0 if result["finished"] else 1)
     compared = compare(src, out, eval_data, result) if result["finished"] and eval_data else None
     if as_json:
         print_json(result | ({"nll": compared} if compared else {}))
@@ -145,6 +147,15 @@ def extend(
     if compared:
         show_nll(compared)
     stdout().print(f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`")
+
+
+def _goes_on() -> bool:
+    """Part from the processes that trained; true in the first, which has the rest to do."""
+    from accelerate import PartialState
+
+    everyone = PartialState()
+    everyone.destroy_process_group()
+    return bool(everyone.is_main_process)
 
 
 def compare(source: str, out: Path, text: Path, result: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,9 @@ the tolerances leave room for the order alone in which gradients of whole weight
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,19 @@ def test_a_run_resumes_with_as_many_readers_as_it_began_with(
     (tmp_path / "run" / "trained.safetensors").unlink()
     with pytest.raises(OptionError, match="processes was 2 and is 1"):
         extend(checkpoint, tmp_path / "run", resume=True, **arguments | {"strategy": "warmup", "steps_warmup": 1})
+
+
+def test_the_command_of_the_readme(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--use_fsdp"]
+    ropex_ = [str(Path(sys.executable).with_name("ropex")), "extend", str(checkpoint), "-o", str(tmp_path / "run")]
+    asked = ["--target", "256", "--window", "64", "--data", str(text), "--strategy", "warmup", "--steps-warmup", "1"]
+    run = subprocess.run(
+        [*launch, "--fsdp_version", "2", *ropex_, *asked, "--eval-data", str(text / "one.txt"), "--json"],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[:6000]
+    assert "2 processes, the backbone in shards (FSDP2)" in run.stderr
+    assert "nll" in json.loads(run.stdout)  # once, from the first process
 
 
 @pytest.mark.parametrize(
