@@ -20,22 +20,23 @@ from ropex.errors import RopexError
 from ropex.train.extend import extend
 
 
-def measure(args: argparse.Namespace, window: int, attention: str, strategy: str) -> dict[str, float]:
-    """Tokens a second over all steps but the first, and GiB at most."""
-    run = args.out / f"{strategy}-{window}-{attention}"
+def measure(args: argparse.Namespace, window: int, attention: str) -> dict[str, dict[str, float]]:
+    """By stage: tokens a second over all steps but the first, and GiB at most."""
+    run = args.out / f"{window}-{attention}"
     shutil.rmtree(run, ignore_errors=True)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     target = max(window, 2 * inspect(args.checkpoint)["window"])  # a shorter window skips over it
     extend(
-        args.checkpoint, run, target=target, window=window, data=[str(args.data)], strategy=strategy,
-        steps_warmup=args.steps,
+        args.checkpoint, run, target=target, window=window, data=[str(args.data)], steps_warmup=args.steps,
         steps_joint=args.steps, dtype=args.dtype, attn=attention, grad_ckpt=True, save_steps=10**6,
     )  # fmt: skip
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()][1:]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
-    return {"tokens": len(lines) * window / sum(line["seconds"] for line in lines), "peak": peak}
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    shutil.rmtree(run)
+    found = {}
+    for stage in ("warmup", "joint"):
+        timed = [line for line in lines if line["stage"] == stage][1:]
+        tokens = len(timed) * window / sum(line["seconds"] for line in timed)
+        found[stage] = {"tokens": tokens, "peak": timed[-1].get("peak_bytes", float("nan")) / 2**30}
+    return found
 
 
 def main() -> None:
@@ -53,16 +54,15 @@ def main() -> None:
     print("| window | attention | stage | tokens/s | peak GiB |\n|---|---|---|---|---|", flush=True)
     for window in args.windows:
         for attention in ("flash_attention_2", "sdpa"):
-            for stage, strategy in ((1, "warmup"), (2, "joint")):
-                row = f"| {window} | {attention} | {stage} |"
-                if attention == "flash_attention_2" and not (torch.cuda.is_available() and is_flash_attn_2_available()):
-                    print(f"{row} not installed | |", flush=True)
-                    continue
-                try:
-                    found = measure(args, window, attention, strategy)
-                    print(f"{row} {found['tokens']:,.0f} | {found['peak']:.2f} |", flush=True)
-                except (torch.OutOfMemoryError, RopexError) as error:
-                    print(f"{row} {str(error).splitlines()[0][:80]} | |", flush=True)
+            row = f"| {window} | {attention} |"
+            if attention == "flash_attention_2" and not (torch.cuda.is_available() and is_flash_attn_2_available()):
+                print(f"{row} not installed | | |", flush=True)
+                continue
+            try:
+                for stage, found in measure(args, window, attention).items():
+                    print(f"{row} {stage} | {found['tokens']:,.0f} | {found['peak']:.2f} |", flush=True)
+            except (torch.OutOfMemoryError, RopexError) as error:
+                print(f"{row} {str(error).splitlines()[0][:80]} | | |", flush=True)
 
 
 if __name__ == "__main__":
