@@ -5,9 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import lengths, names, note, print_json, progress, stdout, table
+from ropex.cli.common import length, lengths, print_json, progress, stdout, table
+from ropex.cli.ruler import ruler
 
 app = typer.Typer(help="Measure checkpoints side by side on the same inputs.", no_args_is_help=True)
+app.command()(ruler)
 
 Checkpoints = Annotated[
     list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
@@ -19,29 +21,43 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 @app.command()
 def nll(
     checkpoints: Checkpoints,
-    data: Annotated[list[Path], typer.Option(help="A .txt or .md file, or a folder of them; may be repeated.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="A .txt, .md, .jsonl or .parquet file, folder, Hub dataset (owner/name:split), or pg19."),
+    ],
     at: Annotated[str, typer.Option("--lengths", help="Window lengths, such as 4k,8k,16k.")],
     buckets: Annotated[int, typer.Option(help="Buckets of positions a window.")] = 8,
     windows: Annotated[int | None, typer.Option(help="Windows a document at most. \\[default: all]")] = None,
+    stride: Annotated[
+        str | None,
+        typer.Option(help="Slide the window by so many tokens, scoring the new ones. \\[default: side by side]"),
+    ] = None,
     dtype: Dtype = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Keep the results in this folder; a stopped run goes on there."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw NLL by position into this .png.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Token NLL by position bucket.
+    """Token NLL by position bucket, with 95% intervals over documents.
 
     [bold]Example[/bold]
       ropex eval nll ./SmolLM2-135M ./SmolLM2-135M@yarn:2 my-run --data book.txt --lengths 8k,16k --plot nll.png
     """
-    sizes = lengths(at)
+    sizes, step = lengths(at), None if stride is None else length(stride)
     from ropex.eval.nll import evaluate_nll
     from ropex.eval.plot import check_plot, plot_nll
 
     if plot:
         check_plot(plot)
+    elif out:
+        plot = out / "nll.png"
     with progress() as listener:
         report = evaluate_nll(
-            checkpoints, data, sizes, dtype=dtype, buckets=buckets, windows=windows, progress=listener
-        )
+            checkpoints, data, sizes, dtype=dtype, buckets=buckets, windows=windows, stride=step, out=out,
+            progress=listener,
+        )  # fmt: skip
     if as_json:
         print_json(report)
     else:
@@ -62,55 +78,14 @@ def show_nll(report: dict[str, Any]) -> None:
             shown.add_row(f"{buckets[0]['start']:,} to {buckets[0]['end']:,}", *values)
         shown.add_section()
         shown.add_row("mean", *(f"{row['mean']:.4f}" for row in rows))
+        if rows[0]["interval"]:
+            shown.add_row("95% of documents", *(_interval(row["interval"]) for row in rows))
+        if len(rows) > 1:
+            shown.add_row("difference", "", *(f"{row['difference']['mean']:+.4f}" for row in rows[1:]))
+            if rows[0]["interval"]:
+                shown.add_row("95% of it", "", *(_interval(row["difference"]["interval"], "+") for row in rows[1:]))
         console.print(shown)
 
 
-@app.command()
-def ruler(
-    checkpoints: Checkpoints,
-    at: Annotated[str, typer.Option("--lengths", help="Context lengths, such as 4k,8k.")],
-    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas.")] = "niah_single_1,vt,cwe,fwe",
-    samples: Annotated[int, typer.Option(help="Samples a task and length.")] = 20,
-    seed: Annotated[int, typer.Option(help="The samples are a function of this.")] = 0,
-    chat_template: Annotated[bool, typer.Option("--chat-template", help="Wrap prompts in the chat template.")] = False,
-    dtype: Dtype = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Keep answers in this .jsonl; a rerun resumes.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """RULER tasks that need no download; needs lm-eval: pip install lm-eval wonderwords==2.2.0.
-
-    [bold]Example[/bold]
-      ropex eval ruler ./SmolLM2-135M ./SmolLM2-135M@yarn:2 --tasks niah_single_1,vt --lengths 4k,8k --samples 20
-    """
-    sizes = lengths(at)
-    from ropex.eval.ruler import evaluate_ruler
-
-    with progress() as listener:
-        report = evaluate_ruler(
-            checkpoints,
-            names(tasks),
-            sizes,
-            samples,
-            seed,
-            dtype=dtype,
-            chat_template=chat_template,
-            out=out,
-            progress=listener,
-        )
-    if as_json:
-        print_json(report)
-        return
-    shown = table(f"RULER, {samples} samples each, in percent", "checkpoint", "task", *(f"{s:,}" for s in sizes))
-    for checkpoint in dict.fromkeys(r["checkpoint"] for r in report["results"]):
-        for task in names(tasks):
-            cells = {
-                r["length"]: r["score"]
-                for r in report["results"]
-                if r["checkpoint"] == checkpoint and r["task"] == task
-            }
-            shown.add_row(checkpoint, task, *(f"{cells[s]:.1f}" for s in sizes))
-    stdout().print(shown)
-    if "note" in report:
-        note(report["note"])
+def _interval(bounds: list[float], sign: str = "") -> str:
+    return " to ".join(f"{bound:{sign}.4f}" for bound in bounds)

@@ -3,107 +3,233 @@
 `nll` is the negative log-likelihood of a token given all that stands before it in its window, in nats.
 """
 
+import hashlib
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ropex.errors import CheckpointError, DataError, OptionError, UnsupportedError
-from ropex.eval.models import default_bos, encode, load_model, load_tokenizer, method_of, native_window
+from ropex.eval.log import Log
+from ropex.eval.models import (
+    default_bos,
+    encode,
+    load_model,
+    load_tokenizer,
+    method_of,
+    native_window,
+    weights_fingerprint,
+)
 from ropex.eval.progress import Progress, silent
-from ropex.eval.text import Document, read_documents
 from ropex.head import scale_logits
+from ropex.text import Document, read_all
+
+CELLS, KEY = "cells.jsonl", ("checkpoint", "method", "length", "fingerprint")
 
 _CHUNK_VALUES = 2**26  # logits held at once, in float32: 256 MiB
+_WHOLE, _PIECE, _SMALLEST_PIECE = 16_384, 4096, 256  # tokens of a window that is read at once, and of a longer one
+_RESAMPLES = 2000
 _HEAD_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # mean, nats; 16-bit logits are coarser
 _HEAD_TOLERANCE_16BIT = 0.25
 
 
+@dataclass(frozen=True)
+class Window:
+    """ids [T], BOS included, of one document; the tokens from `first` on are scored here and nowhere else."""
+
+    document: int
+    ids: list[int]
+    first: int
+
+
 def evaluate_nll(
     checkpoints: Sequence[str],
-    files: Sequence[Path],
+    data: Sequence[str | Path],
     lengths: Sequence[int],
     *,
     dtype: str | torch.dtype | None = None,
     buckets: int = 8,
     bucket_width: int | None = None,
     windows: int | None = None,
+    stride: int | None = None,
+    out: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Mean NLL per token, over all positions and by position, on the same tokens for every checkpoint.
 
-    Each document is tokenised by itself and cut into windows of exactly `length` tokens that do not overlap;
-    a window starts with BOS if the tokenizer adds one by default. Every token of a window but its first is
-    scored once. `windows` bounds the windows taken from one document (default: all); what is left at its
-    end is not scored, and documents shorter than `length` are left out and counted.
+    data: as ropex.text.sources takes it; a Hub dataset's test split. Each document is tokenised by itself. Without
+    `stride` it is cut into windows of exactly `length` tokens that do not overlap; what is left at its end is not
+    scored, and documents shorter than `length` are left out and counted. With `stride` the window slides by that many
+    tokens and scores those that are new to it, so that every token of every document but its first is scored once, with
+    at least `length - stride` tokens before it where the document has them. A window starts with BOS, counted in its
+    length, if the tokenizer adds one by default. `windows` bounds the windows taken from one document (default: all).
 
     Positions run from 0; a bucket covers positions start <= p < end. There are `buckets` of them of (nearly)
     equal width, or as many of `bucket_width` tokens as the length needs. An empty bucket has nll None.
 
-    Returns {"results": [{"checkpoint", "method", "length", "mean", "tokens", "buckets": [{"start", "end",
-    "nll", "tokens"}], "perplexity", "windows", "documents", "documents_left_out", "native_window"}]}.
-    Raises DataError where no document reaches a length, OptionError where the tokenizers differ.
+    With `out`, a folder, each checkpoint and length is kept there as it is done, a later run with the same settings,
+    text and weights takes it from there, and report.json is written at the end.
+
+    Returns {"kind", "results": [{"checkpoint", "method", "length", "mean", "interval", "difference", "tokens",
+    "buckets": [{"start", "end", "nll", "tokens"}], "perplexity", "windows", "documents": [{"name", "nll", "tokens"}],
+    "documents_left_out", "native_window"}], "settings"}. interval: of the mean, 95%, documents drawn anew (None for a
+    single one); difference: {"to", "mean", "interval"}, from the first checkpoint, on the same drawn documents. Raises
+    DataError where no document reaches a length, OptionError where the tokenizers differ.
     """
-    _check_options(checkpoints, lengths, buckets, bucket_width, windows)
+    _check_options(checkpoints, lengths, buckets, bucket_width, windows, stride)
     report = progress or silent
-    documents = read_documents(files)
+    documents = read_all(data, "test")
     tokens, bos = _tokenise(checkpoints, documents)
-    cuts = {length: cut_windows(tokens, length, bos, windows) for length in dict.fromkeys(lengths)}
+    cuts = {length: cut_windows(tokens, length, bos, windows, stride) for length in dict.fromkeys(lengths)}
     for length, cut in cuts.items():
-        if not len(cut):
+        if not cut:
             raise DataError(_too_short(documents, tokens, length - len(bos)))
+    settings = {"buckets": buckets, "bucket_width": bucket_width, "windows": windows, "stride": stride}
+    log = Log(out, CELLS, KEY)
     total = len(checkpoints) * sum(len(cut) for cut in cuts.values())
     done = 0
     results: list[dict[str, Any]] = []
     for checkpoint in checkpoints:
         report(f"loading {checkpoint}", done, total)
         model = load_model(checkpoint, dtype)
-        _check_head(model, checkpoint, next(iter(cuts.values()))[:1, :16])
+        weights, checked = weights_fingerprint(model), False
         for length, cut in cuts.items():
-            sums = torch.zeros(length, dtype=torch.float64)
-            for window in cut:
-                report(f"{checkpoint} at {length}", done, total)
-                sums[1:] += token_nll(model, window[None].to(model.device))[0].double().cpu()
-                done += 1
-            if not torch.isfinite(sums).all():
-                raise CheckpointError(
-                    f"{checkpoint} gives a loss that is not finite at length {length}: try another dtype, "
-                    "such as float32; if it stays, the checkpoint is damaged"
+            key = {
+                "checkpoint": checkpoint,
+                "method": method_of(model),
+                "length": length,
+                "fingerprint": _fingerprint([weights, str(model.dtype), settings, [w.ids for w in cut]]),
+            }
+            row = log.get(key)
+            if row is None:
+                if not checked:
+                    _check_head(model, checkpoint, torch.tensor([cut[0].ids[:16]]))
+                    checked = True
+                edges = bucket_edges(length, buckets, bucket_width)
+                name = f"{checkpoint} at {length}"
+                row = key | _measure(
+                    model, cut, length, edges, documents, lambda at, n=name, before=done: report(n, before + at, total)
                 )
-            counts = torch.full((length,), len(cut), dtype=torch.int64)
-            counts[0] = 0
-            used = sum(len(ids) + len(bos) >= length for ids in tokens)
-            results.append(
-                {
-                    "checkpoint": checkpoint,
-                    "method": method_of(model),
-                    "length": length,
-                    **summarise(sums, counts, bucket_edges(length, buckets, bucket_width)),
-                    "windows": len(cut),
-                    "documents": used,
-                    "documents_left_out": len(tokens) - used,
-                    "native_window": native_window(model),
-                }
-            )
+                log.add(row)
+            done += len(cut)
+            results.append({k: v for k, v in row.items() if k != "fingerprint"})
         del model
     report("done", total, total)
-    return {"results": results}
+    table = {"kind": "nll", "results": _compared(results), "settings": settings | {"dtype": str(dtype or "as stored")}}
+    log.finish(table)
+    return table
+
+
+def _measure(
+    model: PreTrainedModel,
+    cut: Sequence[Window],
+    length: int,
+    edges: Sequence[int],
+    documents: Sequence[Document],
+    step: Callable[[int], None],
+) -> dict[str, Any]:
+    """One checkpoint at one length, as a row of the results."""
+    sums = torch.zeros(length, dtype=torch.float64)
+    counts = torch.zeros(length, dtype=torch.int64)
+    by_document: dict[int, list[float]] = {}
+    for done, window in enumerate(cut):
+        step(done)
+        ids = torch.tensor([window.ids], device=model.device)
+        losses = token_nll(model, ids)[0, window.first - 1 :].double().cpu()
+        if not torch.isfinite(losses).all():
+            raise CheckpointError(
+                f"the loss is not finite at length {length}: try another dtype, such as float32; if it stays, the "
+                "checkpoint is damaged"
+            )
+        sums[window.first : len(window.ids)] += losses
+        counts[window.first : len(window.ids)] += 1
+        of_document = by_document.setdefault(window.document, [0.0, 0])
+        of_document[0] += float(losses.sum())
+        of_document[1] += len(losses)
+    return summarise(sums, counts, edges) | {
+        "windows": len(cut),
+        "documents": [
+            {"name": documents[d].name, "nll": nll / count, "tokens": count} for d, (nll, count) in by_document.items()
+        ],
+        "documents_left_out": len(documents) - len(by_document),
+        "native_window": native_window(model),
+    }
+
+
+def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with intervals of their means, and of the differences from the first row of their length."""
+    first: dict[int, dict[str, Any]] = {}
+    out = []
+    for row in rows:
+        base = first.setdefault(row["length"], row)
+        difference = None
+        if base is not row:
+            difference = {
+                "to": base["checkpoint"], "mean": row["mean"] - base["mean"], "interval": _interval(row, base)
+            }  # fmt: skip
+        out.append(row | {"interval": _interval(row), "difference": difference})
+    return out
+
+
+def _interval(row: dict[str, Any], base: dict[str, Any] | None = None) -> list[float] | None:
+    """95% percentile bootstrap over documents of the mean, or of its difference from the base's. Fixed seed."""
+    tokens = np.array([d["tokens"] for d in row["documents"]], dtype=np.float64)
+    if len(tokens) < 2:
+        return None
+    sums = tokens * [d["nll"] for d in row["documents"]]
+    if base is not None:
+        sums = sums - tokens * [d["nll"] for d in base["documents"]]
+    drawn = np.random.default_rng(0).integers(len(tokens), size=(_RESAMPLES, len(tokens)))
+    low, high = np.percentile(sums[drawn].sum(1) / tokens[drawn].sum(1), [2.5, 97.5])
+    return [float(low), float(high)]
 
 
 @torch.no_grad()
 def token_nll(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """NLL of each token after the first: int64 [B, T] -> float32 [B, T - 1], in nats.
 
-    The decoder runs once over the whole window. The output embedding, in float32, is applied to as many
-    positions at a time as 256 MiB of logits allow, so memory does not grow with T times the vocabulary.
+    The decoder reads a long window in pieces, each after the keys and values of those before; the output embedding, in
+    float32, is applied to as many positions at a time as 256 MiB of logits allow. So memory grows with T by the
+    key/value cache alone. Where a piece does not fit in memory, half of it is tried.
     """
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), input_ids[:, 1:].reshape(-1)
+    piece = _PIECE
+    spec: Any = getattr(model, "ropex_spec", None)
+    if input_ids.shape[1] <= _WHOLE or (spec is not None and spec.length == "sequence"):
+        return _nll_in_pieces(model, input_ids, input_ids.shape[1])
+    while True:
+        try:
+            return _nll_in_pieces(model, input_ids, piece)
+        except torch.OutOfMemoryError:
+            if piece <= _SMALLEST_PIECE:
+                raise
+            piece //= 2
+            torch.cuda.empty_cache()
+
+
+def _nll_in_pieces(model: PreTrainedModel, input_ids: Tensor, piece: int) -> Tensor:
+    """token_nll with `piece` tokens a forward pass."""
+    cache, losses = None, []
+    for start in range(0, input_ids.shape[1], piece):
+        ids = input_ids[:, start : start + piece]
+        at = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        out = model.get_decoder()(input_ids=ids, position_ids=at, cache=cache, use_cache=piece < input_ids.shape[1])
+        cache = out.cache
+        targets = input_ids[:, start + 1 : start + 1 + piece]
+        losses.append(_head_nll(model, out.last_hidden_state[:, : targets.shape[1]], targets))
+    return torch.cat(losses, 1)
+
+
+def _head_nll(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """NLL of targets [B, T] from hidden [B, T, H]: float32 [B, T]."""
+    rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     head = model.get_output_embeddings()
     if head is None:
         raise UnsupportedError(f"{type(model).__name__} has no output embedding: use a causal model")
@@ -115,24 +241,38 @@ def token_nll(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     for start in range(0, rows.shape[0], step):
         part = rows[start : start + step]
         logits = F.linear(part.float(), weight, bias) if weight is not None else head(part).float()
-        losses.append(F.cross_entropy(scale_logits(logits, model), targets[start : start + step], reduction="none"))
-    return torch.cat(losses).view(hidden.shape[:2]) if losses else rows.new_zeros(hidden.shape[:2]).float()
+        losses.append(F.cross_entropy(scale_logits(logits, model), wanted[start : start + step], reduction="none"))
+    return torch.cat(losses).view(targets.shape) if losses else rows.new_zeros(targets.shape).float()
 
 
 def cut_windows(
-    documents: Sequence[Sequence[int]], length: int, bos: Sequence[int] = (), limit: int | None = None
-) -> Tensor:
-    """Non-overlapping windows of exactly `length` tokens: int64 [windows, length].
+    documents: Sequence[Sequence[int]],
+    length: int,
+    bos: Sequence[int] = (),
+    limit: int | None = None,
+    stride: int | None = None,
+) -> list[Window]:
+    """Windows of at most `length` tokens, BOS counted, of one document each, at most `limit` of each document.
 
-    Each starts with `bos` (counted in the length) and holds tokens of one document only. At most `limit`
-    are taken from a document, from its start; a rest too short for a window is dropped.
+    Without a stride: exactly `length` tokens, without overlap, from the document's start; a rest too short is dropped.
+    With one: each ends `stride` tokens after the one before, or at the document's end, and scores what is new to it. A
+    stride that would leave a new token with nothing before it is shortened by that token.
     """
     width = length - len(bos)
-    cut: list[list[int]] = []
-    for ids in documents:
-        count = len(ids) // width if limit is None else min(limit, len(ids) // width)
-        cut += [[*bos, *ids[i * width : (i + 1) * width]] for i in range(count)]
-    return torch.tensor(cut, dtype=torch.int64).view(-1, length)
+    cut: list[Window] = []
+    for number, ids in enumerate(documents):
+        if stride is None:
+            count = len(ids) // width if limit is None else min(limit, len(ids) // width)
+            for start in range(0, count * width, width):
+                cut.append(Window(number, [*bos, *ids[start : start + width]], 1))
+            continue
+        step, end, windows = min(stride, width if bos else width - 1), 0, 0
+        while end < len(ids) and len(bos) + len(ids) > 1 and (limit is None or windows < limit):
+            before, end = end, min(end + (step if end else width), len(ids))
+            start = max(0, end - width)
+            cut.append(Window(number, [*bos, *ids[start:end]], max(1, len(bos) + before - start)))
+            windows += 1
+    return cut
 
 
 def bucket_edges(length: int, buckets: int = 8, width: int | None = None) -> list[int]:
@@ -195,17 +335,28 @@ def _too_short(documents: Sequence[Document], tokens: Sequence[Sequence[int]], n
     )
 
 
+def _fingerprint(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
 def _check_options(
     checkpoints: Sequence[str],
     lengths: Sequence[int],
     buckets: int,
     bucket_width: int | None,
     windows: int | None,
+    stride: int | None,
 ) -> None:
     if not checkpoints or not lengths:
         raise OptionError("nothing to evaluate: name at least one checkpoint and one length")
     if (shortest := min(lengths)) < 3:
         raise OptionError(f"a length of {shortest} leaves no token to score: use 3 or more")
-    for name, value in (("buckets", buckets), ("bucket width", bucket_width), ("windows", windows)):
+    for name, value in (
+        ("buckets", buckets), ("bucket width", bucket_width), ("windows", windows), ("stride", stride)
+    ):  # fmt: skip
         if value is not None and value < 1:
             raise OptionError(f"the {name} given, {value}, must be 1 or more")
+    if stride is not None and stride > shortest:
+        raise OptionError(
+            f"a stride of {stride} would pass over tokens of windows of {shortest}: give {shortest} or less"
+        )

@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -7,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from families import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from ropex import attach
 from ropex.errors import DataError, OptionError, UnsupportedError
 from ropex.eval import nll
 from ropex.eval.models import encode, load_model, load_tokenizer
 from ropex.eval.nll import bucket_edges, cut_windows, evaluate_nll, summarise, token_nll
 from ropex.eval.plot import plot_nll
+from ropex.seam import rope_of_model, rotaries
+from ropex.spec import make_spec
 
 
 def full_logit_nll(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
@@ -79,16 +84,95 @@ def test_windows_hold_each_token_once_and_never_two_documents(
 ) -> None:
     documents = [[100 * (d + 1) + i for i in range(size)] for d, size in enumerate(sizes)]
     windows = cut_windows(documents, length, bos, limit)
-    assert windows.shape[1:] == (length,)
     width = length - len(bos)
     expected = []
     for ids in documents:
         count = len(ids) // width if limit is None else min(limit, len(ids) // width)
         expected += ids[: count * width]
-    assert windows[:, : len(bos)].flatten().tolist() == bos * len(windows)
-    assert windows[:, len(bos) :].flatten().tolist() == expected
-    for window in windows[:, len(bos) :].tolist():
-        assert len({token // 100 for token in window}) == 1
+    assert sum([w.ids[len(bos) :] for w in windows], []) == expected
+    for window in windows:
+        assert len(window.ids) == length and window.ids[: len(bos)] == bos and window.first == 1
+        assert {token // 100 for token in window.ids[len(bos) :]} == {window.document + 1}
+
+
+@given(
+    sizes=st.lists(st.integers(0, 60), max_size=5),
+    length=st.integers(3, 12),
+    stride=st.integers(1, 12),
+    bos=st.sampled_from([[], [99]]),
+)
+def test_a_sliding_window_scores_every_token_but_the_first_once(
+    sizes: list[int], length: int, stride: int, bos: list[int]
+) -> None:
+    """RX-44: also where a document is shorter than the window, and where the stride is the window."""
+    stride = min(stride, length)
+    documents = [[1000 * (d + 1) + i for i in range(size)] for d, size in enumerate(sizes)]
+    scored: list[int] = []
+    for window in cut_windows(documents, length, bos, None, stride):
+        ids = window.ids
+        assert 1 <= window.first < len(ids) <= length and ids[: len(bos)] == bos
+        assert {token // 1000 for token in ids[len(bos) :]} == {window.document + 1}
+        scored += ids[window.first :]
+        begins = documents[window.document][0] == ids[len(bos)]
+        assert begins or window.first >= min(length - stride, length - 1)  # the context that was promised
+    assert scored == sum([ids if bos else ids[1:] for ids in documents], [])
+
+
+@pytest.mark.parametrize("stride", [64, 256])
+def test_sliding_totals_are_those_of_each_token_with_its_own_window(
+    checkpoint: str, tmp_path: Path, stride: int
+) -> None:
+    """RX-44's thousand tokens."""
+    (tmp_path / "a.txt").write_text(" ".join(f"word{i * 7 % 101}" for i in range(400)))
+    (tmp_path / "b.txt").write_text("far shorter than a window")
+    (row,) = evaluate_nll([checkpoint], [tmp_path], [256], stride=stride)["results"]
+    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    total, count = 0.0, 0
+    for name in ("a", "b"):
+        ids = encode(tokenizer, (tmp_path / f"{name}.txt").read_text())
+        for window in cut_windows([ids], 256, (), None, stride):
+            losses = full_logit_nll(model, torch.tensor([window.ids]))[0, window.first - 1 :].double()
+            total, count = total + float(losses.sum()), count + len(losses)
+        assert count >= 1
+    assert row["tokens"] == count and row["documents_left_out"] == 0
+    assert row["mean"] == pytest.approx(total / count, abs=1e-6)
+    assert row["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-6)
+    assert sum(d["tokens"] for d in row["documents"]) == count == sum(b["tokens"] for b in row["buckets"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
+@torch.no_grad()
+def test_a_window_read_in_pieces_has_the_losses_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full attention, sliding windows beside it, and a recurrence; converted, with a scale that grows."""
+    model = tiny(name)
+    attach(model, make_spec("adarope", rope_of_model(model), init="yarn", factor=4.0))
+    for rotary in rotaries(model):
+        rotary.gamma.normal_()
+        rotary.delta.normal_(std=0.1)
+    ids = torch.randint(3, 90, (1, 300), generator=torch.Generator().manual_seed(0))
+    whole = token_nll(model, ids)
+    monkeypatch.setattr(nll, "_WHOLE", 64)
+    for piece in (300, 77, 256):
+        monkeypatch.setattr(nll, "_PIECE", piece)
+        torch.testing.assert_close(token_nll(model, ids), whole, atol=1e-5, rtol=1e-5)  # a recurrence adds up otherwise
+
+
+def test_a_piece_that_does_not_fit_is_halved(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def crowded(model: LlamaForCausalLM, ids: Tensor, piece: int) -> Tensor:
+        asked.append(piece)
+        if piece > 1000:
+            raise torch.OutOfMemoryError("no room")
+        return pieces(model, ids, piece)
+
+    pieces = nll._nll_in_pieces
+    ids = random_ids(1, 120)
+    whole = token_nll(model, ids)
+    monkeypatch.setattr(nll, "_WHOLE", 64)
+    monkeypatch.setattr(nll, "_nll_in_pieces", crowded)
+    torch.testing.assert_close(token_nll(model, ids), whole, atol=1e-5, rtol=0)
+    assert asked == [4096, 2048, 1024, 512]
 
 
 @given(length=st.integers(2, 200), buckets=st.integers(1, 250), width=st.none() | st.integers(1, 250))
@@ -149,8 +233,8 @@ def test_the_totals_are_those_of_window_by_window_losses(
                 losses.append(full_logit_nll(model, torch.tensor([window]))[0].double())
         assert row["tokens"] == sum(len(loss) for loss in losses)
         assert row["mean"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-6)
-        assert row["documents"] == used
-        assert row["documents"] + row["documents_left_out"] == 3
+        assert len(row["documents"]) == used
+        assert used + row["documents_left_out"] == 3
         total = sum(b["nll"] * b["tokens"] for b in row["buckets"] if b["tokens"])
         assert total == pytest.approx(row["mean"] * row["tokens"], rel=1e-12)
 
@@ -163,10 +247,12 @@ def test_every_checkpoint_is_scored_on_the_same_tokens(
     monkeypatch.setattr(nll, "token_nll", lambda m, ids: seen.append(ids[0].tolist()) or plain(m, ids))
     monkeypatch.setattr(nll, "_check_head", lambda *args: None)
     one, two, again = evaluate_nll([checkpoint, other, checkpoint], [texts], [64])["results"]
-    third = len(seen) // 3
-    assert seen[:third] == seen[third : 2 * third] == seen[2 * third :]
-    assert one == again
+    half = len(seen) // 2  # what was asked twice is measured once
+    assert seen[:half] == seen[half:] and len(seen) == one["windows"] + two["windows"]
+    assert again["difference"] == {"to": checkpoint, "mean": 0.0, "interval": [0.0, 0.0]}
+    assert one | {"difference": None} == again | {"difference": None}
     assert one["mean"] != two["mean"]
+    assert two["difference"]["mean"] == two["mean"] - one["mean"]
     assert {"checkpoint", "method", "length", "mean", "tokens", "buckets"} <= set(one)
     assert one["method"] == "rope"
     assert one["native_window"] == 512
@@ -244,3 +330,62 @@ def test_a_method_applied_on_the_fly_is_measured_beside_its_parent(checkpoint: s
     assert base["tokens"] == yarn["tokens"]
     assert base["mean"] != yarn["mean"]
     assert base["native_window"] == yarn["native_window"] == 512
+
+
+def test_intervals_are_over_documents_and_differences_are_paired(
+    checkpoint: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents differ by far more than checkpoints: only a paired interval sees that one is better in every one."""
+    for i, words in enumerate((70, 90, 110, 130, 150, 170)):
+        (tmp_path / f"{i}.txt").write_text(" ".join(f"w{i}{j}" for j in range(words)))
+    first: list[int] = []
+
+    def losses(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+        first.append(ids.shape[1])
+        better = 0.1 if len(first) > 6 else 0.0
+        return torch.full((1, ids.shape[1] - 1), ids.shape[1] / 100 - better)
+
+    monkeypatch.setattr(nll, "token_nll", losses)
+    monkeypatch.setattr(nll, "_check_head", lambda *args: None)
+    one, two = evaluate_nll([checkpoint, other], [tmp_path], [2000], stride=100)["results"]
+    assert one["interval"][0] < one["mean"] < one["interval"][1]
+    assert one["interval"][1] - one["interval"][0] > 0.5
+    assert two["difference"]["interval"] == pytest.approx([-0.1, -0.1], abs=1e-6)
+
+
+def test_a_single_document_has_no_interval(checkpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("word " * 80)
+    (row,) = evaluate_nll([checkpoint], [tmp_path / "a.txt"], [64])["results"]
+    assert row["interval"] is None
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(
+    checkpoint: str, other: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RX-45: what is done is on disk, the report is that of an undisturbed run, and nothing stale is taken."""
+    ask = [checkpoint, other], [texts], [64, 100]
+    whole = evaluate_nll(*ask, out=tmp_path / "whole")
+    plain, calls = token_nll, []
+
+    def killed(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+        calls.append(ids.shape[1])
+        if ids.shape[1] == 100:
+            raise KeyboardInterrupt
+        return plain(model, ids)
+
+    monkeypatch.setattr(nll, "token_nll", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_nll(*ask, out=tmp_path / "cut")
+    assert not (tmp_path / "cut" / "report.json").exists()
+    with (tmp_path / "cut" / "cells.jsonl").open("a") as file:
+        file.write('{"checkpoint": "half a li')
+    calls.clear()
+    monkeypatch.setattr(nll, "token_nll", lambda model, ids: calls.append(ids.shape[1]) or plain(model, ids))
+    assert evaluate_nll(*ask, out=tmp_path / "cut") == whole
+    assert json.loads((tmp_path / "cut" / "report.json").read_text()) == whole
+    again = len(calls)
+    evaluate_nll(*ask, out=tmp_path / "cut")
+    assert len(calls) == again and again > 0
+    (texts / "long.txt").write_text("another " * 300)
+    evaluate_nll(*ask, out=tmp_path / "cut")
+    assert len(calls) > again

@@ -4,32 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ropex.errors import DataError
-from ropex.train.documents import read, sources, tokenise
+from ropex.train.documents import tokenise
 
 
 @pytest.fixture
 def corpus_of(byte_tokenizer: Any) -> Callable[[list[str]], Any]:
     return lambda data: tokenise(data, byte_tokenizer, 16, 257)
-
-
-def test_a_folder_is_opened_up_and_other_files_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    for name in ("b.txt", "a.md", "deep/c.jsonl", "picture.png"):
-        (tmp_path / name).write_text("x")
-    assert [Path(s).name for s in sources([str(tmp_path)])] == ["a.md", "b.txt", "c.jsonl"]
-
-
-def test_each_kind_of_file_gives_its_documents(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("whole\nfile")
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "more": 1}\n')
-    pq.write_table(pa.table({"id": [1, 2], "text": ["three", "four"]}), tmp_path / "c.parquet")
-    found = [list(read(tmp_path / name)) for name in ("a.txt", "b.jsonl", "c.parquet")]
-    assert found == [["whole\nfile"], ["one", "two"], ["three", "four"]]
 
 
 def test_documents_are_tokenised_apart_with_their_first_token(tmp_path: Path, corpus_of: Callable) -> None:
@@ -51,28 +34,10 @@ def test_the_fingerprint_changes_with_a_letter_and_with_a_border(tmp_path: Path,
     assert len(set(prints)) == 3
 
 
-def test_a_hub_dataset_is_read_from_its_split(monkeypatch: pytest.MonkeyPatch, corpus_of: Callable) -> None:
-    import datasets
-
-    asked = []
-
-    def load_dataset(name: str, split: str) -> Any:
-        asked.append((name, split))
-        return datasets.Dataset.from_dict({"text": ["first " * 9, "second " * 9], "n": [1, 2]})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert corpus_of(["owner/books", "owner/books:test"]).documents == 4
-    assert asked == [("owner/books", "train"), ("owner/books", "test")]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}\n', "line 2"),
-        ("a.jsonl", b"{broken\n", "line 1"),
-        ("a.txt", b"caf\xe9", "byte 3"),
-        ("a.parquet", b"PAR1 no", "not a readable Parquet"),
-        ("a.csv", b"text\n", ".csv"),
         ("a.txt", b"too short", "the longest has 10"),
     ],
 )
@@ -82,25 +47,6 @@ def test_unusable_text_is_an_error_that_says_where(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=said):
         corpus_of([str(tmp_path / name)])
-
-
-@pytest.mark.parametrize("missing", ["no/such/folder", "gone.txt", "./gone", "plainword"])
-def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_dataset(missing: str) -> None:
-    with pytest.raises(DataError, match="does not exist"):
-        sources([missing])
-
-
-def test_a_table_without_text_names_its_columns(tmp_path: Path, corpus_of: Callable) -> None:
-    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match="body"):
-        corpus_of([str(tmp_path / "t.parquet")])
-
-
-def test_no_data_at_all_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="--data"):
-        sources([])
-    with pytest.raises(DataError, match="holds no"):
-        sources([str(tmp_path)])
 
 
 def test_a_tokenizer_of_another_checkpoint_is_seen(tmp_path: Path, byte_tokenizer: Any) -> None:
