@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ropex.errors import OptionError, UnsupportedError
 from ropex.seam import rope_of_model, rotaries
@@ -95,19 +95,23 @@ def check_pieces(model: "PreTrainedModel", settings: Settings, devices: Devices)
         return
     config: Any = model.config
     spec: Any = model.ropex_spec
+    rope = rope_of_model(model)
     window, cuts = settings.sample_tokens, 2 * devices.pieces  # each process gets a piece from either end
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    slides = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    kinds = set(slides if getattr(config, "layer_types", None) is None else config.layer_types) - {"full_attention"}
     if PartialState().device.type == "cpu":
         raise UnsupportedError("torch's ring attention has no kernel for the CPU: context parallelism needs GPUs")
     if config._attn_implementation != "sdpa":
         raise OptionError("context parallelism runs in torch's SDPA alone: give --attn sdpa")
+    if model.dtype == torch.float32 and rope.heads != rope.kv_heads:
+        raise OptionError("grouped heads have no ring attention in float32: give --dtype bfloat16")
     if settings.pack:
         raise OptionError("documents packed into a window need a mask, which ring attention has not: leave --pack out")
     if spec.length != "position":
         raise UnsupportedError("the scale follows a row's whole length, which a process with a piece of it cannot know")
-    if kinds or getattr(config, "sliding_window", None):
-        raise UnsupportedError(f"ring attention has no mask for {', '.join(sorted(kinds)) or 'a sliding window'}")
-    if not rope_of_model(model).family.layer.endswith(".self_attn"):
+    if kinds:
+        raise UnsupportedError(f"ring attention has no mask for layers of {', '.join(sorted(kinds))}")
+    if not rope.family.layer.endswith(".self_attn"):
         raise UnsupportedError(f"accelerate's context parallelism does not know the layers of {config.model_type}")
     if window % cuts:
         raise OptionError(f"a window of {window} tokens does not divide into {cuts} pieces: give a multiple of {cuts}")
@@ -122,10 +126,14 @@ def shard(model: "PreTrainedModel") -> None:
     device, processes = PartialState().device, int(PartialState().num_processes)
     mesh = dist.init_device_mesh(device.type, (processes,), mesh_dim_names=("fsdp",))  # a name that peft goes by
     whole = {p for r in rotaries(model) for p in r.parameters()}
-    whole |= {p for p in model.parameters() if _leaves_one_empty(p, processes)}
+    whole |= {p for p in model.parameters() if _cut(p, processes) is None}
     for parameter in whole:
         parameter.data = parameter.data.to(device)
-    sharing: dict[str, Any] = {"mesh": mesh, "ignored_params": whole}
+    sharing: dict[str, Any] = {
+        "mesh": mesh,
+        "ignored_params": whole,
+        "shard_placement_fn": lambda parameter: Shard(_cut(parameter, processes) or 0),
+    }
     reshard = not _is_off("FSDP_RESHARD_AFTER_FORWARD")
     for layer in layers_of(model):
         fully_shard(layer, reshard_after_forward=reshard, **sharing)
@@ -138,10 +146,13 @@ def layers_of(model: "PreTrainedModel") -> list[torch.nn.Module]:
     return list(layers)
 
 
-def _leaves_one_empty(parameter: torch.Tensor, processes: int) -> bool:
-    """Would the last process get no row? accelerate tells shards apart by their address, and an empty one has none."""
-    rows = parameter.shape[0] if parameter.ndim else 1
-    return -(-rows // processes) * (processes - 1) >= rows
+def _cut(parameter: torch.Tensor, processes: int) -> int | None:
+    """The dimension that a tensor is cut along: the first, or one that divides evenly where a process would get no row
+    of it (accelerate tells shards apart by address, and an empty one has none). None: the tensor stays whole."""
+    for dim, size in enumerate(parameter.shape):
+        if size % processes == 0 or (dim == 0 and -(-size // processes) * (processes - 1) < size):
+            return dim
+    return None
 
 
 def _is_off(name: str) -> bool:

@@ -75,9 +75,17 @@ def test_losses_and_weights_are_those_of_whole_windows(checkpoint: Path, text: P
 def check(tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """check_pieces on a tiny model over two processes, with changes to what would pass."""
 
-    def call(device: str = "cuda", length: str = "position", attn: str = "sdpa", window: int = 64, **more: Any) -> None:
-        settings = Settings(256, window=window, pack=more.pop("pack", False))
-        model = tiny_llama(**more)
+    def call(
+        device: str = "cuda",
+        length: Any = "position",
+        attn: str = "sdpa",
+        window: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        pack: bool = False,
+        **more: Any,
+    ) -> None:
+        settings = Settings(256, window=window, pack=pack)
+        model = tiny_llama(**more).to(dtype)
         attach(model, make_spec("adarope", rope_of_model(model), target=256, length=length))
         model.config._attn_implementation = attn
         monkeypatch.setattr(devices, "PartialState", lambda: SimpleNamespace(device=torch.device(device)))
@@ -95,6 +103,7 @@ def test_a_window_that_can_be_cut_is(check: Callable) -> None:
     [
         ({"device": "cpu"}, UnsupportedError, "no kernel for the CPU"),
         ({"attn": "flash_attention_2"}, OptionError, "--attn sdpa"),
+        ({"dtype": torch.float32}, OptionError, "--dtype bfloat16"),
         ({"pack": True, "window": 256}, OptionError, "leave --pack out"),
         ({"length": "sequence"}, UnsupportedError, "whole length"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, UnsupportedError, "sliding_attention"),

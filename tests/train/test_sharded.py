@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from families import tiny
 from processes import EXTEND, SHARDED, assert_same_run, in_two, log_of
 
 import ropex
 from ropex.convert.export import export
 from ropex.errors import OptionError, UnsupportedError
+from ropex.families import FAMILIES
 from ropex.train import devices
 from ropex.train.extend import extend
 
@@ -126,11 +128,11 @@ def test_a_run_resumes_with_as_many_readers_as_it_began_with(
 
 
 def test_the_command_of_the_readme(checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--use_fsdp"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2"]
     ropex_ = [str(Path(sys.executable).with_name("ropex")), "extend", str(checkpoint), "-o", str(tmp_path / "run")]
     asked = ["--target", "256", "--window", "64", "--data", str(text), "--strategy", "warmup", "--steps-warmup", "1"]
     run = subprocess.run(
-        [*launch, "--fsdp_version", "2", *ropex_, *asked, "--eval-data", str(text / "one.txt"), "--json"],
+        [*launch, "--use_fsdp", "--fsdp_version", "2", *ropex_, *asked, "--eval-data", str(text / "one.txt"), "--json"],
         capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[:6000]
@@ -173,6 +175,23 @@ def test_what_another_engine_would_do_is_refused(
         devices.launched()
 
 
-def test_a_tensor_with_fewer_rows_than_processes_stays_whole() -> None:
-    leaves = {rows: devices._leaves_one_empty(torch.empty(rows, 4), 4) for rows in (1, 3, 4, 5, 6, 7, 8)}
-    assert leaves == {1: True, 3: True, 4: False, 5: True, 6: True, 7: False, 8: False}
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_layers_to_shard_are_found(name: str) -> None:
+    model = tiny(name)
+    assert len(devices.layers_of(model)) == model.config.num_hidden_layers
+    assert devices.layers_of(model)[0] in model.get_decoder().modules()
+
+
+def test_no_process_is_left_without_a_piece_of_a_tensor() -> None:
+    shapes = {
+        (4, 3): 0,
+        (7, 3): 0,
+        (257, 64): 0,
+        (1, 64): 1,
+        (5, 64): 1,
+        (6, 3, 8): 2,
+        (1, 3): None,
+        (1,): None,
+        (): None,
+    }
+    assert {shape: devices._cut(torch.empty(shape), 4) for shape in shapes} == shapes
