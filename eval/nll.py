@@ -28,6 +28,7 @@ from ropex.eval.models import (
     native_window,
     weights_fingerprint,
 )
+from ropex.eval.pieces import hidden_states, in_pieces
 from ropex.eval.progress import Progress, silent
 from ropex.head import scale_logits
 from ropex.text import Document, read_all
@@ -35,7 +36,6 @@ from ropex.text import Document, read_all
 CELLS, KEY = "cells.jsonl", ("checkpoint", "method", "length", "fingerprint")
 
 _CHUNK_VALUES = 2**26  # logits held at once, in float32: 256 MiB
-_WHOLE, _PIECE, _SMALLEST_PIECE = 16_384, 4096, 256  # tokens of a window that is read at once, and of a longer one
 _RESAMPLES = 2000
 _HEAD_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # mean, nats; 16-bit logits are coarser
 _HEAD_TOLERANCE_16BIT = 0.25
@@ -196,35 +196,18 @@ def _interval(row: dict[str, Any], base: dict[str, Any] | None = None) -> list[f
 def token_nll(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """NLL of each token after the first: int64 [B, T] -> float32 [B, T - 1], in nats.
 
-    The decoder reads a long window in pieces, each after the keys and values of those before; the output embedding, in
-    float32, is applied to as many positions at a time as 256 MiB of logits allow. So memory grows with T by the
-    key/value cache alone. Where a piece does not fit in memory, half of it is tried.
+    A long window is read in pieces, and the output embedding, in float32, is applied to as many positions at a time as
+    256 MiB of logits allow: memory grows with T by the key/value cache alone.
     """
-    piece = _PIECE
-    spec: Any = getattr(model, "ropex_spec", None)
-    if input_ids.shape[1] <= _WHOLE or (spec is not None and spec.length == "sequence"):
-        return _nll_in_pieces(model, input_ids, input_ids.shape[1])
-    while True:
-        try:
-            return _nll_in_pieces(model, input_ids, piece)
-        except torch.OutOfMemoryError:
-            if piece <= _SMALLEST_PIECE:
-                raise
-            piece //= 2
-            torch.cuda.empty_cache()
 
+    def run(piece: int) -> Tensor:
+        losses = [input_ids.new_zeros((len(input_ids), 0), dtype=torch.float32)]
+        for start, hidden in hidden_states(model, input_ids, piece):
+            targets = input_ids[:, start + 1 : start + 1 + piece]
+            losses.append(_head_nll(model, hidden[:, : targets.shape[1]], targets))
+        return torch.cat(losses, 1)
 
-def _nll_in_pieces(model: PreTrainedModel, input_ids: Tensor, piece: int) -> Tensor:
-    """token_nll with `piece` tokens a forward pass."""
-    cache, losses = None, []
-    for start in range(0, input_ids.shape[1], piece):
-        ids = input_ids[:, start : start + piece]
-        at = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        out = model.get_decoder()(input_ids=ids, position_ids=at, cache=cache, use_cache=piece < input_ids.shape[1])
-        cache = out.cache
-        targets = input_ids[:, start + 1 : start + 1 + piece]
-        losses.append(_head_nll(model, out.last_hidden_state[:, : targets.shape[1]], targets))
-    return torch.cat(losses, 1)
+    return in_pieces(model, input_ids.shape[1], run)
 
 
 def _head_nll(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:

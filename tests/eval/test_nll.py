@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from ropex import attach
 from ropex.errors import DataError, OptionError, UnsupportedError
-from ropex.eval import nll
+from ropex.eval import nll, pieces
 from ropex.eval.models import encode, load_model, load_tokenizer
 from ropex.eval.nll import bucket_edges, cut_windows, evaluate_nll, summarise, token_nll
 from ropex.eval.plot import plot_nll
@@ -151,26 +151,26 @@ def test_a_window_read_in_pieces_has_the_losses_of_the_whole(name: str, monkeypa
         rotary.delta.normal_(std=0.1)
     ids = torch.randint(3, 90, (1, 300), generator=torch.Generator().manual_seed(0))
     whole = token_nll(model, ids)
-    monkeypatch.setattr(nll, "_WHOLE", 64)
+    monkeypatch.setattr(pieces, "WHOLE", 64)
     for piece in (300, 77, 256):
-        monkeypatch.setattr(nll, "_PIECE", piece)
+        monkeypatch.setattr(pieces, "PIECE", piece)
         torch.testing.assert_close(token_nll(model, ids), whole, atol=1e-5, rtol=1e-5)  # a recurrence adds up otherwise
 
 
 def test_a_piece_that_does_not_fit_is_halved(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def crowded(model: LlamaForCausalLM, ids: Tensor, piece: int) -> Tensor:
+    def crowded(model: LlamaForCausalLM, ids: Tensor, piece: int) -> Any:
         asked.append(piece)
         if piece > 1000:
             raise torch.OutOfMemoryError("no room")
-        return pieces(model, ids, piece)
+        return states(model, ids, piece)
 
-    pieces = nll._nll_in_pieces
+    states = nll.hidden_states
     ids = random_ids(1, 120)
     whole = token_nll(model, ids)
-    monkeypatch.setattr(nll, "_WHOLE", 64)
-    monkeypatch.setattr(nll, "_nll_in_pieces", crowded)
+    monkeypatch.setattr(pieces, "WHOLE", 64)
+    monkeypatch.setattr(nll, "hidden_states", crowded)
     torch.testing.assert_close(token_nll(model, ids), whole, atol=1e-5, rtol=0)
     assert asked == [4096, 2048, 1024, 512]
 
