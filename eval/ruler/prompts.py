@@ -1,22 +1,28 @@
 """Prompts that fill a length and never exceed it: prompt, answer prefix, BOS, chat template and answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from ropex.errors import OptionError
-from ropex.eval.models import default_bos, encode
-from ropex.eval.ruler.tasks import Draft, Request, Task
+from ropex.eval.models import default_bos
+from ropex.eval.ruler.blocks import Blocks
+from ropex.eval.ruler.draft import Draft, Request, Task, too_short
+from ropex.eval.ruler.flavours import FLAVOURS, Flavour
+from ropex.eval.ruler.sources import Sources
 
-_ANCHOR = "\n"  # pieces are counted after a line break: some tokenizers treat the start of a text apart
 _ROUNDS = 6  # the whole prompt is tokenised once a round; a round corrects the one before, two are the rule
+_FULL = 0.985  # of the room: a prompt that fills as much is not made longer
+_NEAR = 1 / 256  # of the room: how close to it the search by counts has to come
+_SECANTS = 8  # probes before the search halves instead
 
 
 @dataclass(frozen=True)
 class Sample:
     """One prompt, ready for the model."""
 
+    index: int
     input_ids: list[int]
     text: str  # what input_ids encode, BOS aside
     references: list[str]
@@ -25,100 +31,154 @@ class Sample:
 
 
 class Prompter:
-    """Renders and counts prompts for one tokenizer. Remembers the token counts of pieces it has seen."""
+    """Renders, counts and tokenises prompts for one tokenizer, by one set of rules."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: bool = False,
+        flavour: Flavour = FLAVOURS["nvidia"],
+        sources: Sources | None = None,
+    ) -> None:
         if chat_template and not tokenizer.chat_template:
             raise OptionError("the tokenizer has no chat template: evaluate without one")
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.flavour = flavour
+        self.sources = sources or Sources()
         self.bos = default_bos(tokenizer)
-        self._anchor = len(encode(tokenizer, _ANCHOR))
-        self._counts: dict[str, int] = {}
+        self.blocks = Blocks(tokenizer)
 
-    def count(self, piece: str) -> int:
-        """Tokens that the piece adds to a text, tokenised on its own the first time."""
-        if piece not in self._counts:
-            self._counts[piece] = max(0, len(encode(self.tokenizer, _ANCHOR + piece)) - self._anchor)
-        return self._counts[piece]
+    def request(self, task: Task, length: int, seed: int, index: int) -> Request:
+        return Request(
+            task.name, length, seed, index, lambda piece: self.blocks.count([piece]), self.flavour, self.sources
+        )
 
-    def render(self, text: str, prefix: str) -> str:
-        """The string before tokenisation: the text and the answer's first words, as a chat if so asked."""
+    def render(self, draft: Draft) -> list[str]:
+        """The pieces that are tokenised: the text and the answer's first words, as a chat if so asked."""
         if not self.chat_template:
-            return f"{text} {prefix}"
+            return [*draft.pieces, draft.delimiter + draft.prefix]
+        text = "".join(draft.pieces)
         messages = [{"role": "user", "content": text}]
-        chat = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return str(chat) + prefix
+        chat = str(
+            self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        )
+        before, found, after = chat.partition(text)
+        return [before, *draft.pieces, after + draft.prefix] if found else [chat + draft.prefix]
 
-    def encode(self, rendered: str) -> list[int]:
+    def encode(self, rendered: Sequence[Sequence[str]]) -> list[list[int]]:
         """Token ids with exactly one BOS if the tokenizer or the template adds one, and no EOS."""
-        ids = encode(self.tokenizer, rendered)
-        return ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids]
+        return [
+            ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids] for ids in self.blocks.join(rendered)
+        ]  # fmt: skip
 
 
-def make_sample(task: Task, length: int, prompter: Prompter, seed: int, index: int) -> Sample:
-    """The sample of that index: a function of nothing but the arguments.
+def make_samples(task: Task, length: int, prompter: Prompter, seed: int, indices: Sequence[int]) -> list[Sample]:
+    """The samples of these indices, each a function of the other arguments and its own index alone.
 
     Raises OptionError if the length is too short for the task.
     """
-    request = Request(task.name, length, seed, index, prompter.count)
-    room = length - task.tokens_to_generate
-    scale, fixed = 1.0, len(prompter.encode(prompter.render("", "")))
-    low, high = task.least_units, task.most_units(length)
-    best: tuple[Draft, str, list[int]] | None = None
-
-    def estimate(units: int) -> float:
-        draft = task.draft(units, request)
-        return fixed + sum(map(prompter.count, draft.pieces)) + prompter.count(" " + draft.prefix)
-
+    fits = [_Fit(task, length, prompter, seed, index) for index in indices]
     for _ in range(_ROUNDS):
-        if low > high or (best and scale * estimate(low) > room):
-            break
-        units = _largest(lambda n: scale * estimate(n) <= room, low, high)  # noqa: B023
-        draft = task.draft(units, request)
-        text = prompter.render("".join(draft.pieces), draft.prefix)
-        ids = prompter.encode(text)
-        if len(ids) <= room:
-            best, low = (draft, text, ids), units + 1
-            if len(ids) >= 0.99 * room:
-                break
+        trials = [(fit, draft, prompter.render(draft)) for fit in fits if (draft := fit.trial()) is not None]
+        for (fit, draft, pieces), ids in zip(trials, prompter.encode([t[2] for t in trials]), strict=True):
+            fit.take(draft, pieces, ids)
+    return [fit.sample() for fit in fits]
+
+
+def make_sample(task: Task, length: int, prompter: Prompter, seed: int, index: int) -> Sample:
+    """The sample of that index."""
+    (sample,) = make_samples(task, length, prompter, seed, [index])
+    return sample
+
+
+class _Fit:
+    """The search for the units of one sample: first by the counts of pieces, then by what whole prompts measure."""
+
+    def __init__(self, task: Task, length: int, prompter: Prompter, seed: int, index: int) -> None:
+        self.task, self.length, self.prompter = task, length, prompter
+        self.request = prompter.request(task, length, seed, index)
+        self.room = length - task.tokens_to_generate
+        self.low, self.high = task.bounds(self.request)
+        self.ratio = 1.0  # of tokens measured to tokens counted
+        self.units = 0
+        self.best: Sample | None = None
+        self.done = False
+
+    def counted(self, units: int) -> float:
+        pieces = self.prompter.render(self.task.draft(units, self.request))
+        return self.ratio * (len(self.prompter.bos) + self.prompter.blocks.count(pieces))
+
+    def trial(self) -> Draft | None:
+        """The next prompt to measure; None where the search is over."""
+        if self.done or self.low > self.high or (self.best and self.counted(self.low) > self.room):
+            self.done = True
+            return None
+        most = _largest(self.counted, self.room, self.low, self.high)
+        self.units = max(self.low, self.task.on_grid(most, self.request))
+        return self.task.draft(self.units, self.request)
+
+    def take(self, draft: Draft, pieces: Sequence[str], ids: list[int]) -> None:
+        if len(ids) <= self.room:
+            fill = (len(ids) + self.task.tokens_to_generate) / self.length
+            self.best = Sample(self.request.index, ids, "".join(pieces), draft.references, fill, draft.facts)
+            self.done = self.request.flavour.coarse or len(ids) >= _FULL * self.room
+            self.low = self.units + 1
         else:
-            high = units - 1
-        scale = len(ids) / estimate(units)
-    if best is None:
-        raise _too_short(task, length, prompter, seed)
-    draft, text, ids = best
-    return Sample(ids, text, draft.references, (len(ids) + task.tokens_to_generate) / length, draft.facts)
+            self.high = self.units - 1
+        self.ratio *= len(ids) / self.counted(self.units)
+
+    def sample(self) -> Sample:
+        if self.best is None:
+            raise too_short(self.task.name, self.length, shortest_length(self.task, self.request, self.prompter))
+        return self.best
 
 
-def require_room(task: Task, length: int, prompter: Prompter, seed: int) -> None:
-    """Raise OptionError, at once, if the task's shortest prompt does not fit the length."""
-    if shortest_length(task, length, prompter, seed) > length:
-        raise _too_short(task, length, prompter, seed)
+def require_room(task: Task, length: int, prompter: Prompter, seed: int, samples: int = 1) -> None:
+    """Raise OptionError, at once, if the task's shortest prompt does not fit the length.
+
+    Questions come with documents of their own, so each sample of those tasks is looked at.
+    """
+    for index in range(samples if task.metric == "part" else 1):
+        needed = shortest_length(task, prompter.request(task, length, seed, index), prompter)
+        if needed > length:
+            raise too_short(task.name, length, needed)
 
 
-def shortest_length(task: Task, length: int, prompter: Prompter, seed: int) -> int:
-    """Tokens that the task's shortest prompt for that length takes, with those to generate."""
-    draft = task.draft(task.least_units, Request(task.name, length, seed, 0, prompter.count))
-    prompt = prompter.encode(prompter.render("".join(draft.pieces), draft.prefix))
-    return len(prompt) + task.tokens_to_generate
+def shortest_length(task: Task, request: Request, prompter: Prompter) -> int:
+    """Tokens that the shortest prompt of that request takes, with those to generate."""
+    draft = task.draft(task.bounds(request)[0], request)
+    (ids,) = prompter.encode([prompter.render(draft)])
+    return len(ids) + task.tokens_to_generate
 
 
-def _too_short(task: Task, length: int, prompter: Prompter, seed: int) -> OptionError:
-    needed = shortest_length(task, length, prompter, seed)
-    return OptionError(
-        f"RULER's {task.name} does not fit length {length}: its shortest prompt there and its answer take "
-        f"{max(needed, length + 1)} tokens with this tokenizer; use a longer length"
-    )
+def _largest(size: Callable[[int], float], room: float, low: int, high: int) -> int:
+    """The largest n in [low, high] whose size is at most `room`, or one that comes near to it; `low` if none is.
 
-
-def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest n in [low, high] that fits, found by doubling and halving; `low` if none does."""
-    step = 1
-    while low + step <= high and fits(low + step):
-        step *= 2
-    below, above = low + step // 2 if step > 1 else low, min(low + step, high + 1)
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if fits(middle) else (below, middle)
+    By secants, since sizes are nearly proportional to n; by halves where these do not get there.
+    """
+    below, above, at_below = low, high + 1, size(low)
+    if at_below >= room:
+        return low
+    slope = 0.0
+    for probe in range(_SECANTS + high.bit_length()):
+        if above - below <= 1 or room - at_below < _NEAR * room:
+            break
+        if probe == 0:
+            guess = low + max(32, low)
+        elif probe < _SECANTS:
+            guess = below + int((room - at_below) / slope)
+        else:
+            guess = (below + above) // 2
+        guess = min(max(guess, below + 1), above - 1)
+        at_guess = size(guess)
+        if at_guess > at_below:
+            slope = (at_guess - at_below) / (guess - below)
+        slope = slope or 1.0
+        if at_guess <= room:
+            below, at_below = guess, at_guess
+        else:
+            above = guess
     return below

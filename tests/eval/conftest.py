@@ -6,6 +6,7 @@ import random
 import string
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TEMPLATE = (
 VOCABULARY = 1500
 
 
+@cache
 def corpus() -> list[str]:
     """Words, numbers and letters at random; and RULER's English where its packages are there."""
     rng = random.Random(0)
@@ -36,6 +38,7 @@ def corpus() -> list[str]:
     return texts
 
 
+@cache
 def make_tokenizer(
     *, bos: bool = False, chat: bool = False, metaspace: bool = False, size: int = VOCABULARY
 ) -> PreTrainedTokenizerFast:

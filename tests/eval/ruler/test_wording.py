@@ -1,4 +1,5 @@
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,31 @@ def test_templates_keep_their_fields() -> None:
     got = wording.load_wording()
     for text, fields in {
         got.niah_template: ("{type_needle_v}", "{context}", "{query}"),
+        got.niah_template_one: ("{type_needle_v}", "{context}", "{query}"),
         got.niah_needle: ("{type_needle_v}", "{key}", "{value}"),
         got.vt_template: ("{context}", "{query}"),
         got.vt_prefix: ("{num_v}", "{query}"),
         got.cwe_template: ("{context}",),
         got.fwe_template: ("{context}",),
+        got.qa_template: ("{context}", "{query}"),
+        got.qa_document: ("{i}", "{document}"),
     }.items():
         assert all(field in text for field in fields)
-    assert [t.count("{}") for t in (got.niah_prefix, got.vt_first, got.vt_hop, got.cwe_entry)] == [2, 2, 2, 2]
-    assert got.niah_template.startswith("A special magic {type_needle_v} is hidden")
+    filled = (got.niah_prefix, got.niah_prefix_one, got.vt_first, got.vt_hop, got.cwe_entry)
+    assert [text.count("{}") for text in filled] == [2] * 5
+    assert got.niah_template.startswith("Some special magic {type_needle_v} are hidden")
+    assert got.niah_template_one.startswith("A special magic {type_needle_v} is hidden")
+    assert got.niah_prefix.endswith("are") and got.niah_prefix_one.endswith("is")
+
+
+def test_the_table_of_departures_is_all_that_differs() -> None:
+    ours, theirs = asdict(wording.load_wording()), asdict(wording.load_wording(nvidia=False))
+    assert {name for name in ours if ours[name] != theirs[name]} == {entry.field for entry in wording.DEPARTURES}
+    for entry in wording.DEPARTURES:
+        assert entry.lm_eval in theirs[entry.field], entry.name
+        assert entry.nvidia in ours[entry.field], entry.name
+        assert not entry.lm_eval or entry.lm_eval in entry.nvidia or entry.lm_eval not in ours[entry.field], entry.name
+    assert "assigned the value {query}, they are" in ours["vt_prefix"]
 
 
 def test_lm_eval_is_read_and_never_imported() -> None:

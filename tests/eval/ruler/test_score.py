@@ -1,10 +1,8 @@
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropex.eval.ruler.score import clean, score, settled, wilson_interval
+from ropex.eval.ruler.score import clean, score, settled
 
 
 @pytest.mark.parametrize(
@@ -53,20 +51,3 @@ def test_what_is_settled_stays_so(prediction: str, rest: str) -> None:
 def test_a_number_at_the_end_may_still_grow() -> None:
     assert not settled("it is 1234567", ["1234567"])
     assert settled("it is 1234567.", ["1234567"])
-
-
-@given(hits=st.integers(0, 40), samples=st.integers(1, 40))
-def test_the_interval_holds_the_mean_within_bounds(hits: int, samples: int) -> None:
-    mean = min(hits, samples) / samples
-    low, high = wilson_interval(mean, samples)
-    assert 0 <= low <= mean + 1e-12
-    assert mean - 1e-12 <= high <= 1
-    assert high - low > 0
-
-
-def test_the_interval_is_wilsons() -> None:
-    """Known values: 8 of 10 and 0 of 20."""
-    assert [round(x, 4) for x in wilson_interval(0.8, 10)] == [0.4902, 0.9433]
-    low, high = wilson_interval(0.0, 20)
-    assert low == 0
-    assert math.isclose(high, 0.1611, abs_tol=1e-4)

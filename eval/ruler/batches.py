@@ -1,0 +1,56 @@
+"""How many prompts at a time."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ropex.errors import OptionError
+from ropex.eval.ruler.generate import Answer, Ask, greedy_answers
+
+_ROWS = {"cuda": (32, 2**19), "cpu": (8, 2**15)}  # of a batch at most, and its tokens at most
+
+
+class Batches:
+    """Answers of a model in batches as large as memory takes, which it finds by halving them where it runs out."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
+        self.model, self.tokenizer, self.size = model, tokenizer, size
+        self.notes: list[str] = []
+        self._least: dict[int, int] = {}  # rows that did fit, by length, once memory ran out
+
+    def rows(self, length: int) -> int:
+        """Of a batch: as asked for, or as many as a fixed number of tokens has room for."""
+        rows, tokens = _ROWS[self.model.device.type if self.model.device.type in _ROWS else "cpu"]
+        return self.size or max(1, min(rows, tokens // length))
+
+    def answers(self, asks: Sequence[Ask], length: int, tokens_to_generate: int) -> list[Answer]:
+        """Of prompts for that length. Raises OptionError where even a batch of one is too large."""
+        answers: list[Answer] = []
+        while len(answers) < len(asks):
+            rows = self._least.get(length, len(asks))
+            part = asks[len(answers) : len(answers) + rows]
+            got = self._try(part, tokens_to_generate)
+            if got is None:
+                self._halve(length, len(part))
+            else:
+                answers += got
+        return answers
+
+    def _try(self, asks: Sequence[Ask], tokens_to_generate: int) -> list[Answer] | None:
+        """None where memory ran out; what was held is let go before the next try."""
+        try:
+            return greedy_answers(self.model, self.tokenizer, asks, tokens_to_generate)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _halve(self, length: int, rows: int) -> None:
+        if rows == 1:
+            raise OptionError(
+                f"memory ran out at a prompt of {length} tokens: use shorter lengths or a 16-bit dtype; answers "
+                "already written are kept"
+            )
+        self._least[length] = rows // 2
+        self.notes.append(f"memory ran out at {length} with batches of {rows}, so they have {rows // 2} there.")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,94 @@
+"""What a RULER task is: a prompt of any number of units (lines, words, documents) and what a right answer holds.
+
+A draft depends on nothing but its units and its `Request`; the sizing in `prompts` picks the units that fill the
+length.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ropex.errors import OptionError
+from ropex.eval.ruler.flavours import Flavour
+from ropex.eval.ruler.sources import Sources
+from ropex.eval.ruler.wording import Wording, load_wording
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which sample is wanted, for which length in tokens; `count` gives the tokens of a piece of text."""
+
+    task: str
+    length: int
+    seed: int
+    index: int
+    count: Callable[[str], int]
+    flavour: Flavour
+    sources: Sources
+    kept: dict[str, Any] = field(default_factory=dict)  # what drafts of the same sample need not draw again
+
+    @property
+    def wording(self) -> Wording:
+        return load_wording(self.flavour.nvidia_wording)
+
+    def rng(self, purpose: str = "") -> random.Random:
+        """A generator of its own for each sample and purpose, the same in every process."""
+        return random.Random(f"{self.task} {self.length} {self.seed} {self.index} {purpose}")
+
+    def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once a sample."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
+
+    def depth(self) -> float:
+        """From 0 to 1, in golden-ratio steps of the index, so that a few samples already cover the window."""
+        return (random.Random(self.seed).random() + self.index * _GOLDEN) % 1
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt in the making."""
+
+    pieces: list[str]  # joined, they are the text; cut where tokenizers cut, so that their counts add up
+    prefix: str  # the first words of the answer, given to the model
+    references: list[str]  # the strings that a right answer holds
+    delimiter: str = " "  # between text and prefix where no chat template stands between them
+    facts: dict[str, float] = field(default_factory=dict)  # kept with the sample's result
+
+
+@dataclass(frozen=True)
+class Task:
+    """How to draft a task, and within which units.
+
+    bounds: the fewest and the most units of a request. grid: of a length, where lm-eval starts and the steps that it
+    goes in. metric: the mean share of references found, or the best reference alone. needs: the data that it reads.
+    """
+
+    name: str
+    tokens_to_generate: int
+    draft: Callable[[int, Request], Draft]
+    bounds: Callable[[Request], tuple[int, int]]
+    grid: Callable[[int], tuple[int, int]]
+    metric: Literal["all", "part"] = "all"
+    needs: Literal["essays", "squad", "hotpot"] | None = None
+
+    def on_grid(self, units: int, request: Request) -> int:
+        """The units that the request's flavour takes where as many as `units` fit."""
+        if not request.flavour.coarse:
+            return units
+        start, step = self.grid(request.length)
+        low, _ = self.bounds(request)
+        return max(low, units - (units - start) % step if units >= start else 0)
+
+
+def too_short(task: str, length: int, needed: int) -> OptionError:
+    """The error that names the floor."""
+    return OptionError(
+        f"RULER's {task} does not fit length {length}: its shortest prompt there and its answer take "
+        f"{max(needed, length + 1)} tokens with this tokenizer; use a longer length"
+    )

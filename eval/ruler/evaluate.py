@@ -1,0 +1,235 @@
+"""evaluate_ruler: every checkpoint, length and task, sample by sample, on disk as they come."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ropex.errors import DataError, OptionError, RopexError
+from ropex.eval.models import (
+    load_model,
+    load_tokenizer,
+    method_of,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+)
+from ropex.eval.progress import Progress, silent
+from ropex.eval.ruler.batches import Batches
+from ropex.eval.ruler.draft import Task
+from ropex.eval.ruler.flavours import get_flavour
+from ropex.eval.ruler.generate import Answer, Ask
+from ropex.eval.ruler.log import AnswerLog
+from ropex.eval.ruler.prompts import Prompter, Sample, make_samples, require_room
+from ropex.eval.ruler.score import Metric, score
+from ropex.eval.ruler.sources import Sources, find_sources
+from ropex.eval.ruler.summary import means, summarise
+from ropex.eval.ruler.tasks import get_tasks
+from ropex.eval.ruler.wording import load_wording
+
+_REVISION = 2  # raise when prompts or generation change: answers logged before are then not reused
+
+
+def evaluate_ruler(
+    checkpoints: Sequence[str],
+    tasks: Sequence[str] | None,
+    lengths: Sequence[int],
+    samples: int = 500,
+    seed: int = 0,
+    *,
+    flavour: str = "nvidia",
+    essays: str | Path | None = None,
+    squad: Path | None = None,
+    hotpot: Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    chat_template: bool = False,
+    batch_size: int | None = None,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Score the checkpoints on RULER tasks at the given lengths (tokens, answer included).
+
+    tasks: names, or None for all 13; a task whose data is missing is left out and listed under "not_run", and so is one
+    of all 13 that a length is too short for. essays: a text, a folder of them, or "pg"; these and squad and hotpot are
+    looked for in the cache folder where they are not given. Answers are greedy. With `out`, a folder, answers are
+    appended to its answers.jsonl as they come, a later run with the same settings, weights and tokenizer takes them
+    from there, and report.json is written at the end.
+
+    Returns {"results": [{"checkpoint", "method", "length", "task", "score", "samples", "fill", ...}], "means":
+    [{"checkpoint", "effective_length", "lengths": [{"length", "mean", "interval", "tasks"}]}], "not_run": [{"task",
+    "length", "why"}], "settings"}. `score` is RULER's, in percent; `interval` its 95% interval; `score_whole_numbers`
+    does not accept a number inside a longer one; `fill` the mean share of the length that prompt and answer take;
+    `truncated` the share of answers that ran into the limit of tokens with something still missing; `bos` whether
+    prompts start with it. "note" is added where the checkpoints' tokenizers differ, so that each has prompts sized by
+    its own. Raises OptionError, before any model is loaded, for options that make no sense and lengths too short.
+    """
+    rules, chosen = get_flavour(flavour), get_tasks(tasks)
+    _check_options(checkpoints, chosen, lengths, samples, batch_size)
+    report = progress or silent
+    log = AnswerLog(out)
+    sources, missing = find_sources({task.needs for task in chosen if task.needs}, essays, squad, hotpot)
+    prompters = {
+        name: Prompter(load_tokenizer(name), chat_template, rules, sources) for name in dict.fromkeys(checkpoints)
+    }
+    cells, not_run = _plan(chosen, lengths, missing, list(prompters.values()), seed, samples, named=tasks is not None)
+    tokenizers = {name: tokenizer_fingerprint(p.tokenizer) for name, p in prompters.items()}
+    total, done = len(prompters) * len(cells) * samples, 0
+    results: list[dict[str, Any]] = []
+    scores: dict[tuple[str, str, int], dict[str, list[float]]] = {}
+    notes: list[str] = []
+    for checkpoint, prompter in prompters.items():
+        report(f"loading {checkpoint}", done, total)
+        model = load_model(checkpoint, dtype)
+        method = method_of(model)
+        key: dict[str, Any] = {"checkpoint": checkpoint, "method": method, "seed": seed}
+        settings = _settings(model, prompter, tokenizers[checkpoint])
+        batches = Batches(model, prompter.tokenizer, batch_size)
+        for task, length in cells:
+            key |= {"task": task.name, "length": length, "fingerprint": _fingerprint(settings, task, sources)}
+            records = []
+            for part in _parts(samples, batches.rows(length)):
+                report(f"{checkpoint}: {task.name} at {length}", done, total)
+                records += _records(part, task, length, seed, prompter, batches, log, key)
+                done += len(part)
+            results.append(summarise(records) | {"bos": bool(prompter.bos)})
+            by_task = scores.setdefault((checkpoint, method, length), {})
+            by_task[task.name] = [record["score"] for record in records]
+        notes += [f"{checkpoint}: {note}" for note in batches.notes]
+        del model, batches
+    report("done", total, total)
+    if len(set(tokenizers.values())) > 1:
+        notes.append("The tokenizers differ: each checkpoint has prompts sized by its own.")
+    table: dict[str, Any] = {
+        "results": results,
+        "means": means(scores),
+        "not_run": not_run,
+        "settings": {
+            "samples": samples,
+            "seed": seed,
+            "flavour": flavour,
+            "chat_template": chat_template,
+            "data": sources.digests(),
+            "versions": {name: _version(name) for name in ("ropex", "lm_eval", "wonderwords", "transformers", "torch")},
+        },
+    }
+    if notes:
+        table["note"] = " ".join(notes)
+    log.finish(table)
+    return table
+
+
+def _plan(
+    tasks: Sequence[Task],
+    lengths: Sequence[int],
+    missing: dict[str, str],
+    prompters: Sequence[Prompter],
+    seed: int,
+    samples: int,
+    named: bool,
+) -> tuple[list[tuple[Task, int]], list[dict[str, Any]]]:
+    """What will be run, by length, and what will not and why. Tasks asked for by name have to fit."""
+    cells: list[tuple[Task, int]] = []
+    not_run: list[dict[str, Any]] = []
+    for length in dict.fromkeys(lengths):
+        for task in tasks:
+            try:
+                if task.needs and task.needs in missing:
+                    raise DataError(missing[task.needs])
+                for prompter in prompters:
+                    require_room(task, length, prompter, seed, samples)
+            except RopexError as error:
+                if named and not isinstance(error, DataError):
+                    raise
+                not_run.append({"task": task.name, "length": length, "why": str(error)})
+            else:
+                cells.append((task, length))
+    if not cells:
+        raise OptionError(f"nothing can be run: {not_run[0]['why']}")
+    return cells, not_run
+
+
+def _parts(samples: int, rows: int) -> list[range]:
+    return [range(start, min(start + rows, samples)) for start in range(0, samples, rows)]
+
+
+def _records(
+    part: range,
+    task: Task,
+    length: int,
+    seed: int,
+    prompter: Prompter,
+    batches: Batches,
+    log: AnswerLog,
+    key: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """The answers of a batch, from the log where it has them all.
+
+    A batch that was cut off is asked again as a whole, so that a resumed run computes what an uninterrupted one does.
+    """
+    known = [log.get(key | {"index": index}) for index in part]
+    if not all(known):
+        metric: Metric = task.metric if prompter.flavour.best_reference else "all"
+        drawn = make_samples(task, length, prompter, seed, part)
+        asks = [Ask(sample.input_ids, sample.references, metric) for sample in drawn]
+        answers = batches.answers(asks, length, task.tokens_to_generate)
+        for i, (sample, answer) in enumerate(zip(drawn, answers, strict=True)):
+            if known[i] is None:
+                record = key | {"index": sample.index} | _record(sample, answer, metric)
+                known[i] = record
+                log.add(record)
+    return [record for record in known if record is not None]
+
+
+def _record(sample: Sample, answer: Answer, metric: Metric) -> dict[str, Any]:
+    return {
+        "prompt_tokens": len(sample.input_ids),
+        "prompt_sha256": hashlib.sha256(sample.text.encode()).hexdigest(),
+        "fill": sample.fill,
+        **sample.facts,
+        "references": sample.references,
+        "prediction": answer.text,
+        "generated_tokens": answer.tokens,
+        "stop": answer.stop,
+        "score": score(answer.text, sample.references, metric),
+        "score_whole_numbers": score(answer.text, sample.references, metric, whole_numbers=True),
+    }
+
+
+def _settings(model: PreTrainedModel, prompter: Prompter, tokenizer: str) -> dict[str, Any]:
+    """All that answers depend on, but for the task and its data."""
+    return {
+        "revision": _REVISION,
+        "weights": weights_fingerprint(model),
+        "tokenizer": tokenizer,
+        "template": prompter.tokenizer.chat_template if prompter.chat_template else None,
+        "flavour": asdict(prompter.flavour),
+        "wording": asdict(load_wording(prompter.flavour.nvidia_wording)),
+        "dtype": str(model.dtype),
+    }
+
+
+def _fingerprint(settings: dict[str, Any], task: Task, sources: Sources) -> str:
+    data = sources.digests().get(task.needs) if task.needs else None
+    return hashlib.sha256(json.dumps([settings, data], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _check_options(
+    checkpoints: Sequence[str], tasks: Sequence[Task], lengths: Sequence[int], samples: int, batch_size: int | None
+) -> None:
+    if not checkpoints or not tasks or not lengths:
+        raise OptionError("nothing to evaluate: name at least one checkpoint, one task and one length")
+    for name, value in (("number of samples", samples), ("batch size", batch_size)):
+        if value is not None and value < 1:
+            raise OptionError(f"the {name}, {value}, must be 1 or more")

@@ -1,0 +1,178 @@
+"""What a RULER sample must be, derived again from the prompt's own text."""
+
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from ropex.errors import OptionError
+from ropex.eval.models import encode
+from ropex.eval.ruler.prompts import Prompter, Sample, make_sample, make_samples, require_room
+from ropex.eval.ruler.tasks import TASKS, get_tasks
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("wonderwords")
+
+Make = Callable[..., Prompter]
+TOKENIZERS = [
+    {},
+    {"bos": True},
+    {"chat": True},
+    {"bos": True, "chat": True},
+    {"metaspace": True},
+    {"size": 300},
+]
+
+
+def sample(task: str, length: int, prompter: Prompter, index: int = 0, seed: int = 0) -> Sample:
+    return make_sample(TASKS[task], length, prompter, seed, index)
+
+
+@pytest.fixture(scope="session")
+def plain(prompter: Make, tokenizer: PreTrainedTokenizerFast) -> Prompter:
+    return prompter(tokenizer)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS, ids=str)
+@pytest.mark.parametrize("task", TASKS)
+def test_prompt_and_answer_fill_the_length_and_never_exceed_it(
+    task: str, kind: dict, tokenizers: Callable[..., PreTrainedTokenizerFast], prompter: Make
+) -> None:
+    """RX-41. Documents are put in whole, so a prompt of few documents may leave more room."""
+    made = prompter(tokenizers(**kind), chat=kind.get("chat", False))
+    for length in (2048, 4096, 9000):
+        try:
+            require_room(TASKS[task], length, made, 0, 3)
+        except OptionError:
+            assert length < 4096 or (task == "cwe" and "size" in kind)
+            continue
+        for got in make_samples(TASKS[task], length, made, 0, range(3)):
+            used = len(got.input_ids) + TASKS[task].tokens_to_generate
+            assert (0.7 if task.startswith("qa") and length < 4096 else 0.9) * length <= used <= length
+            assert got.fill == used / length
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS, ids=str)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_ids_are_those_of_the_whole_text(
+    task: str, kind: dict, tokenizers: Callable[..., PreTrainedTokenizerFast], prompter: Make
+) -> None:
+    """Ids put together from pieces, and the text tokenised at once."""
+    made = prompter(tokenizers(**kind), chat=kind.get("chat", False))
+    try:
+        got = make_samples(TASKS[task], 3000, made, 0, range(4))
+    except OptionError:
+        assert task == "cwe"
+        return
+    for one in got:
+        ids = encode(made.tokenizer, one.text)
+        assert one.input_ids == (ids if ids[: len(made.bos)] == made.bos else [*made.bos, *ids])
+        if "metaspace" not in kind and "size" not in kind:
+            assert made.tokenizer.decode(ids) == one.text
+
+
+@pytest.mark.parametrize(("bos", "chat"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_prompt_has_one_bos_if_tokenizer_or_template_add_it(
+    bos: bool, chat: bool, tokenizers: Callable[..., PreTrainedTokenizerFast]
+) -> None:
+    """RX-43."""
+    ids = sample("niah_single_1", 512, Prompter(tokenizers(bos=bos, chat=chat), chat)).input_ids
+    assert ids.count(0) == (bos or chat)
+    assert ids[0] == 0 or not (bos or chat)
+    assert 1 not in ids
+
+
+def test_the_chat_template_holds_the_text_and_the_answer_starts_with_the_prefix(
+    tokenizers: Callable[..., PreTrainedTokenizerFast],
+) -> None:
+    text = sample("fwe", 512, Prompter(tokenizers(chat=True), True)).text
+    assert text.startswith("<s><u>Read the following")
+    assert "above coded text?</u><a>Answer: According" in text
+    with pytest.raises(OptionError, match="no chat template"):
+        Prompter(tokenizers(), chat_template=True)
+
+
+@pytest.mark.parametrize("flavour", ["nvidia", "lm-eval"])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_sample_depends_on_nothing_but_its_arguments(
+    task: str, flavour: str, prompter: Make, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Alone, among others, and after others of another length."""
+    length = 2500
+    together = make_samples(TASKS[task], length, prompter(tokenizer, flavour=flavour), 0, range(5))
+    random.seed(1)
+    used = prompter(tokenizer, flavour=flavour)
+    make_samples(TASKS[task], 2 * length, used, 0, [7, 3])
+    assert make_sample(TASKS[task], length, used, 0, 3) == together[3]
+    other = make_samples(TASKS[task], length, used, 1, range(5))
+    texts = {one.text for one in [*together, *other]}
+    assert len(texts) == 10
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_pieces_are_tokenised_once_and_the_prompt_twice_at_most(
+    task: str, prompter: Make, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = prompter(tokenizer)
+    seen: list[str] = []
+    plainly = made.blocks.encode
+    monkeypatch.setattr(made.blocks, "encode", lambda texts: seen.extend(texts) or plainly(texts))
+    got = sample(task, 4096, made)
+    assert max(Counter(seen).values()) == 1
+    assert sum(len(text) > len(got.text) / 2 for text in seen) <= 2
+
+
+def test_what_samples_share_is_not_tokenised_again(
+    prompter: Make, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = prompter(tokenizer)
+    make_samples(TASKS["niah_single_1"], 4096, made, 0, range(2))
+    seen: list[str] = []
+    plainly = made.blocks.encode
+    monkeypatch.setattr(made.blocks, "encode", lambda texts: seen.extend(texts) or plainly(texts))
+    (got,) = make_samples(TASKS["niah_single_1"], 4096, made, 0, [2])
+    assert sum(map(len, seen)) < len(got.text) / 5
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [1, 60, 100])
+def test_lengths_too_short_are_refused_at_once(task: str, length: int, plain: Prompter) -> None:
+    """RX-41."""
+    start = time.perf_counter()
+    for refused in (require_room, lambda *args: make_sample(*args, 0)):
+        with pytest.raises(OptionError, match="use") as caught:
+            refused(TASKS[task], length, plain, 0)
+        assert "\n" not in str(caught.value)
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_error_names_the_floor(task: str, plain: Prompter) -> None:
+    """Lengths named in turn lead to one at which the task runs; a tenth below it, it does not."""
+    length = 1
+    for _ in range(20):
+        try:
+            require_room(TASKS[task], length, plain, 0)
+        except OptionError as error:
+            floor = re.search(r"take (\d+) tokens|use (\d+) or more", str(error))
+            assert floor
+            length = int(floor[1] or floor[2])
+        else:
+            break
+    assert make_sample(TASKS[task], length, plain, 0, 0).fill <= 1
+    with pytest.raises(OptionError):
+        require_room(TASKS[task], int(0.9 * length), plain, 0)
+
+
+def test_an_unknown_task_names_the_known_ones() -> None:
+    with pytest.raises(OptionError, match="niah_single_1, niah_single_2, .* vt, cwe, fwe, qa_1, qa_2, or all"):
+        get_tasks(["niah"])
+    assert get_tasks(None) == list(TASKS.values())
+
+
+def test_tokens_to_generate_are_rulers() -> None:
+    assert [task.tokens_to_generate for task in TASKS.values()] == [128] * 8 + [30, 120, 50, 32, 32]
