@@ -6,9 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from ropex.cli.common import length, lengths, print_json, progress, stdout, table
+from ropex.cli.needle import needle
 from ropex.cli.ruler import ruler
 
 app = typer.Typer(help="Measure checkpoints side by side on the same inputs.", no_args_is_help=True)
+app.command()(needle)
 app.command()(ruler)
 
 Checkpoints = Annotated[

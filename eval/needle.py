@@ -106,7 +106,7 @@ def needle_sample(
     room = length - len(bos) - sum(len(part) for line in stated for part in line) - len(head) - len(answer)
     depths = [depth] + [rng.random() for _ in range(distractors)]
     inserts = sorted((at, sum(line, [])) for at, line in zip(depths, stated, strict=True))
-    body, _ = _weave(_cut(haystack, room, rng), inserts)
+    body, _ = weave(stretch(haystack, room, rng), inserts)
     return Sample([*bos, *body, *head], answer, depth)
 
 
@@ -141,7 +141,7 @@ def mixed_document(
     bos = _bos(tokenizer)
     inserts = [(at, lines[asked][pair]) for at, pair, asked in events]
     room = length - len(bos) - sum(len(part) for _, line in inserts for part in line)
-    body, places = _weave(_cut(haystack, room, rng), [(at, sum(line, [])) for at, line in inserts])
+    body, places = weave(stretch(haystack, room, rng), [(at, sum(line, [])) for at, line in inserts])
     document = Document([*bos, *body], [], [])
     for place, (_, (head, value, _)), (_, _, asked) in zip(places, inserts, events, strict=True):
         first = len(bos) + place + len(head)
@@ -194,7 +194,7 @@ def _draw_lines(tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: i
     return lines[0::2], lines[1::2]
 
 
-def _cut(haystack: Haystack, room: int, rng: random.Random) -> Haystack:
+def stretch(haystack: Haystack, room: int, rng: random.Random) -> Haystack:
     """A stretch of exactly `room` tokens that ends where a line ends; its first line may lack its start."""
     if room < 1:
         raise OptionError(f"the lines leave {room} tokens for text: ask for a greater length or fewer keys")
@@ -207,7 +207,7 @@ def _cut(haystack: Haystack, room: int, rng: random.Random) -> Haystack:
     return Haystack(haystack.ids[start : start + room], [end - start for end in ends])
 
 
-def _weave(text: Haystack, inserts: Sequence[tuple[float, list[int]]]) -> tuple[list[int], list[int]]:
+def weave(text: Haystack, inserts: Sequence[tuple[float, list[int]]]) -> tuple[list[int], list[int]]:
     """Put each insert, given in order of depth (0 to 1), at the line end nearest before that depth.
 
     Returns the ids, and where in them each insert begins.

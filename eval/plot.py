@@ -1,4 +1,4 @@
-"""Loss by position as a figure."""
+"""What was measured, as figures."""
 
 import os
 from pathlib import Path
@@ -63,6 +63,38 @@ def plot_nll(results: dict[str, Any], path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
     panels[0].set_ylabel("NLL (nats per token, lower is better)")
+    _save(figure, path)
+
+
+def plot_needle(results: dict[str, Any], path: Path) -> None:
+    """Draw what `evaluate_needle` returned: one panel a checkpoint, lengths across, depths down, brighter is better.
+
+    Written as plot_nll writes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    check_plot(path)
+    rows = results["results"]
+    lengths, depths = rows[0]["lengths"], rows[0]["depths"]
+    size = (2.2 + len(rows) * max(2.6, 0.75 * len(lengths)), 1.8 + 0.3 * len(depths))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
+    for panel, row in zip(panels, rows, strict=True):
+        values = [list(line) for line in zip(*row["accuracy"], strict=True)]  # [depth][length]
+        drawn = panel.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+        panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
+        panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        inside = sum(length <= row["native_window"] for length in lengths)
+        if 0 < inside < len(lengths):
+            panel.axvline(inside - 0.5, color="white", linestyle="--", linewidth=1.5)
+        mean = sum(map(sum, values)) / (len(lengths) * len(depths))
+        panel.set_title(f"{row['checkpoint'].rpartition('/')[2]} ({row['method']}), mean {mean:.0%}", fontsize="medium")
+        panel.set_xlabel("length (tokens); dashed: native window")
+    panels[0].set_ylabel("depth of the needle")
+    figure.colorbar(drawn, ax=panels, label="share found", format=lambda share, _: f"{share:.0%}")
     _save(figure, path)
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-COMMANDS = [["inspect"], ["convert"], ["verify"], ["extend"], ["export"], ["demo"], ["eval", "nll"], ["eval", "ruler"]]
+COMMANDS = [["inspect"], ["convert"], ["verify"], ["extend"], ["export"], ["demo"], ["eval", "nll"], ["eval", "needle"], ["eval", "ruler"]]
 
 
 def ropex(*args: object, check: str = "", **options) -> subprocess.CompletedProcess:
