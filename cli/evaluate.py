@@ -30,6 +30,7 @@ def nll(
     at: Annotated[str, typer.Option("--lengths", help="Window lengths, such as 4k,8k,16k.")],
     buckets: Annotated[int, typer.Option(help="Buckets of positions a window.")] = 8,
     windows: Annotated[int | None, typer.Option(help="Windows a document at most. \\[default: all]")] = None,
+    documents: Annotated[int | None, typer.Option(help="The first so many documents that are long enough.")] = None,
     stride: Annotated[
         str | None,
         typer.Option(help="Slide the window by so many tokens, scoring the new ones. \\[default: side by side]"),
@@ -57,8 +58,8 @@ def nll(
         plot = out / "nll.png"
     with progress() as listener:
         report = evaluate_nll(
-            checkpoints, data, sizes, dtype=dtype, buckets=buckets, windows=windows, stride=step, out=out,
-            progress=listener,
+            checkpoints, data, sizes, dtype=dtype, buckets=buckets, windows=windows, documents=documents, stride=step,
+            out=out, progress=listener,
         )  # fmt: skip
     if as_json:
         print_json(report)

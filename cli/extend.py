@@ -7,6 +7,7 @@ import typer
 
 from ropex.cli.common import fail, length, note, print_json, progress, settings, stdout, table
 from ropex.cli.evaluate import show_nll
+from ropex.errors import DataError
 
 
 def extend(
@@ -63,8 +64,10 @@ def extend(
     report_to: Annotated[str | None, typer.Option(help="A tracker, such as tensorboard.")] = None,
     seed: Annotated[int, typer.Option(help="Windows, their order and LoRA's start follow from this.")] = 0,
     eval_data: Annotated[
-        Path | None, typer.Option(help="A text that NLL is compared on, before and after, when the run has finished.")
+        list[str] | None,
+        typer.Option(help="Unseen text for the table and plot of NLL before and after. \\[default: training text]"),
     ] = None,
+    compare: Annotated[bool, typer.Option("--eval/--no-eval", help="Make that table and plot at the end.")] = True,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what each stage needs of memory, from headers alone, and stop.")
     ] = False,
@@ -136,7 +139,7 @@ def extend(
     result = run(src, out, data=texts, resume=resume, overwrite=overwrite, **asked)
     if not _goes_on():
         raise typer.Exit(0 if result["finished"] else 1)
-    compared = compare(src, out, eval_data, result) if result["finished"] and eval_data else None
+    compared = before_and_after(src, out, eval_data, texts, result) if result["finished"] and compare else None
     if as_json:
         print_json(result | ({"nll": compared} if compared else {}))
     if not result["finished"]:
@@ -158,18 +161,33 @@ def _goes_on() -> bool:
     return bool(everyone.is_main_process)
 
 
-def compare(source: str, out: Path, text: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """NLL of the source and of the run at the window and at the target; kept in the run with a plot."""
+def before_and_after(
+    source: str, out: Path, unseen: list[str] | None, trained_on: list[str], result: dict[str, Any]
+) -> dict[str, Any]:
+    """NLL of the source and of the run at the target; kept in the run with a plot. Without unseen text, on two windows
+    each of two documents of the training text, and it says so."""
     from ropex.eval.nll import evaluate_nll
     from ropex.eval.plot import plot_nll
+    from ropex.text import sources
     from ropex.train.atomic import write_json
     from ropex.train.runfolder import NLL, PLOT
 
     target = result["settings"]["target"]
+    few: dict[str, int] = {} if unseen else {"documents": 2, "windows": 2}
     with progress() as say:
-        report = evaluate_nll([source, str(out)], [text], [target], dtype=result["settings"]["dtype"], progress=say)
+        try:
+            text = unseen or [str(s) for s in sources(trained_on)]
+            dtype = result["settings"]["dtype"]
+            report = evaluate_nll([source, str(out)], text, [target], dtype=dtype, progress=say, **few)
+        except DataError as error:  # a window below the target needs no document of the target's length
+            if unseen:
+                raise
+            note(f"no table of NLL before and after ({error}): give --eval-data")
+            return {}
     write_json(out / NLL, report)
     plot_nll(report, out / PLOT)
+    if not unseen:
+        note("the NLL below is of text that was trained on: give --eval-data for unseen text")
     note(f"the table is in {out / NLL}, a picture of it in {out / PLOT}")
     return report
 

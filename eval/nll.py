@@ -31,7 +31,7 @@ from ropex.eval.models import (
 from ropex.eval.pieces import hidden_states, in_pieces
 from ropex.eval.progress import Progress, silent
 from ropex.head import scale_logits
-from ropex.text import Document, read_all
+from ropex.text import Document, read, read_all, sources
 
 CELLS, KEY = "cells.jsonl", ("checkpoint", "method", "length", "fingerprint")
 
@@ -59,6 +59,7 @@ def evaluate_nll(
     buckets: int = 8,
     bucket_width: int | None = None,
     windows: int | None = None,
+    documents: int | None = None,
     stride: int | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
@@ -70,7 +71,8 @@ def evaluate_nll(
     scored, and documents shorter than `length` are left out and counted. With `stride` the window slides by that many
     tokens and scores those that are new to it, so that every token of every document but its first is scored once, with
     at least `length - stride` tokens before it where the document has them. A window starts with BOS, counted in its
-    length, if the tokenizer adds one by default. `windows` bounds the windows taken from one document (default: all).
+    length, if the tokenizer adds one by default. `windows` bounds the windows taken from one document; `documents`
+    takes the first so many that reach the greatest length and reads no further (default: all).
 
     Positions run from 0; a bucket covers positions start <= p < end. There are `buckets` of them of (nearly)
     equal width, or as many of `bucket_width` tokens as the length needs. An empty bucket has nll None.
@@ -84,14 +86,14 @@ def evaluate_nll(
     single one); difference: {"to", "mean", "interval"}, from the first checkpoint, on the same drawn documents. Raises
     DataError where no document reaches a length, OptionError where the tokenizers differ.
     """
-    _check_options(checkpoints, lengths, buckets, bucket_width, windows, stride)
+    _check_options(checkpoints, lengths, buckets, bucket_width, windows, documents, stride)
     report = progress or silent
-    documents = read_all(data, "test")
-    tokens, bos = _tokenise(checkpoints, documents)
+    texts = _read(data, documents, 2 if stride else max(lengths), checkpoints[0])
+    tokens, bos = _tokenise(checkpoints, texts)
     cuts = {length: cut_windows(tokens, length, bos, windows, stride) for length in dict.fromkeys(lengths)}
     for length, cut in cuts.items():
         if not cut:
-            raise DataError(_too_short(documents, tokens, length - len(bos)))
+            raise DataError(_too_short(texts, tokens, length - len(bos)))
     settings = {"buckets": buckets, "bucket_width": bucket_width, "windows": windows, "stride": stride}
     log = Log(out, CELLS, KEY)
     total = len(checkpoints) * sum(len(cut) for cut in cuts.values())
@@ -116,7 +118,7 @@ def evaluate_nll(
                 edges = bucket_edges(length, buckets, bucket_width)
                 name = f"{checkpoint} at {length}"
                 row = key | _measure(
-                    model, cut, length, edges, documents, lambda at, n=name, before=done: report(n, before + at, total)
+                    model, cut, length, edges, texts, lambda at, n=name, before=done: report(n, before + at, total)
                 )
                 log.add(row)
             done += len(cut)
@@ -293,6 +295,23 @@ def _check_head(model: PreTrainedModel, checkpoint: str, input_ids: Tensor) -> N
         )
 
 
+def _read(data: Sequence[str | Path], most: int | None, length: int, checkpoint: str) -> list[Document]:
+    """All documents, or the first `most` that have `length` tokens; where none has, the longest, to be named."""
+    if most is None:
+        return read_all(data, "test")
+    tokenizer, long, longest = load_tokenizer(checkpoint), [], (-1, Document("", ""))
+    for source in sources(data, "test"):
+        for document in read(source):
+            tokens = len(encode(tokenizer, document.text))
+            if tokens > longest[0]:
+                longest = tokens, document
+            if tokens >= length:
+                long.append(document)
+            if len(long) == most:
+                return long
+    return long or [longest[1]]
+
+
 def _tokenise(checkpoints: Sequence[str], documents: Sequence[Document]) -> tuple[list[list[int]], list[int]]:
     """Token ids of each document, and the BOS that windows start with: the same for all the checkpoints."""
     first: tuple[list[list[int]], list[int]] | None = None
@@ -328,6 +347,7 @@ def _check_options(
     buckets: int,
     bucket_width: int | None,
     windows: int | None,
+    documents: int | None,
     stride: int | None,
 ) -> None:
     if not checkpoints or not lengths:
@@ -335,7 +355,8 @@ def _check_options(
     if (shortest := min(lengths)) < 3:
         raise OptionError(f"a length of {shortest} leaves no token to score: use 3 or more")
     for name, value in (
-        ("buckets", buckets), ("bucket width", bucket_width), ("windows", windows), ("stride", stride)
+        ("buckets", buckets), ("bucket width", bucket_width), ("windows", windows), ("documents", documents),
+        ("stride", stride),
     ):  # fmt: skip
         if value is not None and value < 1:
             raise OptionError(f"the {name} given, {value}, must be 1 or more")

@@ -1,10 +1,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-COMMANDS = [["inspect"], ["convert"], ["verify"], ["extend"], ["export"], ["demo"], ["eval", "nll"], ["eval", "needle"], ["eval", "ruler"]]
+ROOT = Path(__file__).parents[2]
+COMMANDS = [[name] for name in ("inspect", "convert", "verify", "extend", "export", "demo")]
+COMMANDS += [["eval", name] for name in ("nll", "needle", "ruler")]
 
 
 def ropex(*args: object, check: str = "", **options) -> subprocess.CompletedProcess:
@@ -107,11 +110,21 @@ def test_flags_win_over_a_recipe_and_silence_does_not(monkeypatch, tmp_path):
 
     monkeypatch.setattr(module, "extend", record)
     words = ["extend", "--recipe", "nano", "-o", str(tmp_path / "run"), "--data", "x.txt", "--lr-freq", "0.5"]
-    done = CliRunner().invoke(app, [*words, "--no-adascale", "--target", "4k"])
+    done = CliRunner().invoke(app, [*words, "--no-adascale", "--target", "4k", "--no-eval"])
     assert done.exit_code == 0, done.output
     assert (seen["source"], seen["data"], seen["lr_freq"], seen["target"]) == ("nano", ["x.txt"], 0.5, 4096)
     assert seen["steps_joint"] == 70 and seen["lr_scale"] == 0.02  # the recipe's, where the flag's default is another
     assert seen["ada_scale"] is False and "ada_freq" not in seen
+
+
+def test_a_run_ends_with_a_table_and_a_plot_of_before_and_after(tmp_path):
+    text, out = ROOT / "demo" / "text", tmp_path / "run"
+    words = ["extend", "nano", "-o", out, "--target", "320", "--data", text / "train.txt", "--strategy", "warmup"]
+    done = ropex(*words, "--steps-warmup", "1", "--json")
+    rows = json.loads(done.stdout)["nll"]["results"]
+    assert [row["checkpoint"] for row in rows] == ["nano", str(out)] and "trained on" in done.stderr
+    assert rows[0]["mean"] - rows[1]["mean"] > 0.02 and rows[0]["windows"] == 2
+    assert json.loads((out / "nll.json").read_text())["results"] == rows and (out / "nll.png").stat().st_size > 5000
 
 
 def test_a_run_without_a_checkpoint_or_a_text_is_a_usage_error(tmp_path):

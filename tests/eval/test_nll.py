@@ -271,7 +271,9 @@ def test_texts_that_are_all_too_short_name_the_longest(checkpoint: str, texts: P
         evaluate_nll([checkpoint], [texts], [64, 5000])
 
 
-@pytest.mark.parametrize("wrong", [{"buckets": 0}, {"windows": 0}, {"bucket_width": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"buckets": 0}, {"windows": 0}, {"bucket_width": -1}, {"stride": 0}, {"documents": 0}]
+)
 def test_options_below_one_are_refused(checkpoint: str, texts: Path, wrong: dict[str, int]) -> None:
     with pytest.raises(OptionError, match="1 or more"):
         evaluate_nll([checkpoint], [texts], [64], **wrong)  # type: ignore[arg-type]
@@ -389,3 +391,14 @@ def test_a_killed_evaluation_goes_on_where_it_was(
     (texts / "long.txt").write_text("another " * 300)
     evaluate_nll(*ask, out=tmp_path / "cut")
     assert len(calls) > again
+
+
+def test_only_so_many_documents_are_read(checkpoint: str, tmp_path: Path) -> None:
+    for name, words in {"a": 20, "b": 200, "c": 30, "d": 250}.items():
+        (tmp_path / f"{name}.txt").write_text(" ".join(f"{name}{i}" for i in range(words)))
+    (tmp_path / "e.txt").write_bytes(b"\xff")  # would be an error, if it were read
+    (row,) = evaluate_nll([checkpoint], [tmp_path], [100], documents=2, windows=1)["results"]
+    assert [Path(d["name"]).stem for d in row["documents"]] == ["b", "d"] and row["windows"] == 2
+    (tmp_path / "e.txt").unlink()
+    with pytest.raises(DataError, match=r"d\.txt, has"):
+        evaluate_nll([checkpoint], [tmp_path], [5000], documents=2)
