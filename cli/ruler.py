@@ -36,6 +36,7 @@ def ruler(
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Folder for answers, report and figure; a rerun resumes.")
     ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the heat map into this .png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """RULER's 13 long-context tasks; needs lm-eval: pip install lm-eval wonderwords==2.2.0.
@@ -51,8 +52,13 @@ def ruler(
         raise typer.Exit(_prepare(as_json))
     if not checkpoints:
         raise typer.BadParameter("name at least one checkpoint", param_hint="CKPT")
+    from ropex.eval.plot import check_plot, plot_ruler
     from ropex.eval.ruler import evaluate_ruler
 
+    if plot:
+        check_plot(plot)
+    elif out:
+        plot = out / "ruler.png"
     with progress() as listener:
         report = evaluate_ruler(
             checkpoints,
@@ -74,6 +80,8 @@ def ruler(
         print_json(report)
     else:
         show_ruler(report)
+    if plot:
+        plot_ruler(report, plot)
 
 
 def _prepare(as_json: bool) -> int:

@@ -1,5 +1,6 @@
 """What was measured, as figures."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,43 @@ def plot_needle(results: dict[str, Any], path: Path) -> None:
         panel.set_xlabel("length (tokens); dashed: native window")
     panels[0].set_ylabel("depth of the needle")
     figure.colorbar(drawn, ax=panels, label="share found", format=lambda share, _: f"{share:.0%}")
+    _save(figure, path)
+
+
+def plot_ruler(results: dict[str, Any], path: Path) -> None:
+    """Draw what `evaluate_ruler` returned: one panel a checkpoint, lengths across, tasks and their mean down.
+
+    Written as plot_nll writes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    check_plot(path)
+    rows, entries = results["results"], results["means"]
+    lengths = sorted({row["length"] for row in rows})
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    size = (2.6 + len(entries) * max(2.6, 0.8 * len(lengths)), 1.8 + 0.32 * len(tasks))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(entries), sharey=True, squeeze=False)[0]
+    for panel, entry in zip(panels, entries, strict=True):
+        scores = {(r["task"], r["length"]): r["score"] for r in rows if r["checkpoint"] == entry["checkpoint"]}
+        means = {row["length"]: row["mean"] for row in entry["lengths"]}
+        values = [[scores.get((task, length), math.nan) for length in lengths] for task in tasks]
+        values.append([means.get(length, math.nan) for length in lengths])
+        drawn = panel.imshow(values, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+        for down, line in enumerate(values):
+            for across, value in enumerate(line):
+                if not math.isnan(value):
+                    colour = "black" if value > 55 else "white"
+                    panel.text(across, down, f"{value:.0f}", ha="center", va="center", color=colour, fontsize="small")
+        panel.axhline(len(tasks) - 0.5, color="white", linewidth=2)
+        panel.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
+        panel.set_yticks(range(len(tasks) + 1), [*tasks, "mean"])
+        panel.set_title(f"{entry['checkpoint'].rpartition('/')[2]} ({entry['method']})", fontsize="medium")
+        panel.set_xlabel("length (tokens)")
+    figure.colorbar(drawn, ax=panels, label="RULER score (percent)")
     _save(figure, path)
 
 

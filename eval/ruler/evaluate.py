@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ropex.errors import DataError, OptionError, RopexError
+from ropex.eval.log import Log
 from ropex.eval.models import (
     load_model,
     load_tokenizer,
@@ -24,7 +25,6 @@ from ropex.eval.ruler.batches import Batches
 from ropex.eval.ruler.draft import Task
 from ropex.eval.ruler.flavours import get_flavour
 from ropex.eval.ruler.generate import Answer, Ask
-from ropex.eval.ruler.log import AnswerLog
 from ropex.eval.ruler.prompts import Prompter, Sample, make_samples, require_room
 from ropex.eval.ruler.score import Metric, score
 from ropex.eval.ruler.sources import Sources, find_sources
@@ -32,6 +32,8 @@ from ropex.eval.ruler.summary import means, summarise
 from ropex.eval.ruler.tasks import get_tasks
 from ropex.eval.ruler.wording import load_wording
 
+ANSWERS = "answers.jsonl"
+_KEY = ("checkpoint", "method", "task", "length", "seed", "index", "fingerprint")
 _REVISION = 2  # raise when prompts or generation change: answers logged before are then not reused
 
 
@@ -60,7 +62,7 @@ def evaluate_ruler(
     appended to its answers.jsonl as they come, a later run with the same settings, weights and tokenizer takes them
     from there, and report.json is written at the end.
 
-    Returns {"results": [{"checkpoint", "method", "length", "task", "score", "samples", "fill", ...}], "means":
+    Returns {"kind", "results": [{"checkpoint", "method", "length", "task", "score", "samples", "fill", ...}], "means":
     [{"checkpoint", "effective_length", "lengths": [{"length", "mean", "interval", "tasks"}]}], "not_run": [{"task",
     "length", "why"}], "settings"}. `score` is RULER's, in percent; `interval` its 95% interval; `score_whole_numbers`
     does not accept a number inside a longer one; `fill` the mean share of the length that prompt and answer take;
@@ -71,7 +73,7 @@ def evaluate_ruler(
     rules, chosen = get_flavour(flavour), get_tasks(tasks)
     _check_options(checkpoints, chosen, lengths, samples, batch_size)
     report = progress or silent
-    log = AnswerLog(out)
+    log = Log(out, ANSWERS, _KEY)
     sources, missing = find_sources({task.needs for task in chosen if task.needs}, essays, squad, hotpot)
     prompters = {
         name: Prompter(load_tokenizer(name), chat_template, rules, sources) for name in dict.fromkeys(checkpoints)
@@ -105,6 +107,7 @@ def evaluate_ruler(
     if len(set(tokenizers.values())) > 1:
         notes.append("The tokenizers differ: each checkpoint has prompts sized by its own.")
     table: dict[str, Any] = {
+        "kind": "ruler",
         "results": results,
         "means": means(scores),
         "not_run": not_run,
@@ -164,7 +167,7 @@ def _records(
     seed: int,
     prompter: Prompter,
     batches: Batches,
-    log: AnswerLog,
+    log: Log,
     key: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """The answers of a batch, from the log where it has them all.

@@ -50,6 +50,7 @@ def test_all_13_tasks_run_offline_at_2k(tmp_path: Path, data: Any, ruler: Ruler)
     assert report["means"][0]["lengths"][0]["tasks"] == 13
     assert all(row["bos"] and row["fill"] <= 1 for row in report["results"])
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == report
+    assert (tmp_path / "out" / "ruler.png").read_bytes()[:4] == b"\x89PNG"
     answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     limits = {task.name: task.tokens_to_generate for task in TASKS.values()}
     assert all(answer["prompt_tokens"] + limits[answer["task"]] <= 2048 for answer in answers)
