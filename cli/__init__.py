@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ropex.cli import convert, demo, evaluate, export, extend, inspect, verify
+from ropex.cli import convert, demo, evaluate, export, extend, inspect, report, verify
 from ropex.cli.common import fail, state
 from ropex.errors import RopexError
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (inspect, convert, extend, export, verify, demo):
+for module in (inspect, convert, extend, export, report, verify, demo):
     app.command()(getattr(module, module.__name__.rpartition(".")[2]))
 app.add_typer(evaluate.app, name="eval")
 

@@ -9,6 +9,7 @@ from ropex.errors import OptionError, OutputError
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
 _MARKERS = "os^Dvpx"
+_HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++")
 
 
 def check_plot(path: Path) -> None:
@@ -134,6 +135,54 @@ def plot_ruler(results: dict[str, Any], path: Path) -> None:
         panel.set_xlabel("length (tokens)")
     figure.colorbar(drawn, ax=panels, label="RULER score (percent)")
     _save(figure, path)
+
+
+def plot_tasks(results: dict[str, Any], path: Path) -> None:
+    """Draw what `evaluate_tasks` returned: a bar for each task and checkpoint, with its standard error as a whisker.
+
+    Only main metrics with values from 0 to 1 are drawn: others have no common scale. Written as plot_nll writes.
+    """
+    from matplotlib import rcParams
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    check_plot(path)
+    shown = [row for row in results["results"] if on_a_scale(row)]
+    tasks = list(dict.fromkeys((row["task"], row["metric"]) for row in shown))
+    names = list(dict.fromkeys((row["checkpoint"], row["method"]) for row in results["results"]))
+    thick = 0.8 / len(names)
+    figure = Figure(figsize=(8.5, 1.2 + len(tasks) * max(0.34, 0.2 * len(names))), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    for i, (checkpoint, method) in enumerate(names):
+        here = [row for row in shown if (row["checkpoint"], row["method"]) == (checkpoint, method)]
+        panel.barh(
+            [tasks.index((row["task"], row["metric"])) + (i + 0.5) * thick - 0.4 for row in here],
+            [row["value"] for row in here],
+            height=thick * 0.9,
+            xerr=[row["stderr"] or 0.0 for row in here],
+            color=_COLOURS[i % len(_COLOURS)],
+            hatch=_HATCHES[i % len(_HATCHES)],
+            edgecolor=rcParams["axes.edgecolor"],
+            ecolor=rcParams["axes.edgecolor"],
+            linewidth=0.6,
+            capsize=2.5,
+            label=f"{checkpoint.rpartition('/')[2]} ({method})",
+        )
+    panel.set_yticks(range(len(tasks)), [f"{task}, {metric}" for task, metric in tasks])
+    panel.set_ylim(len(tasks) - 0.5, -0.5)
+    panel.set(xlim=(0, 1), xlabel="value, with its standard error")
+    panel.grid(axis="x", alpha=0.3)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", frameon=False)
+    _save(figure, path)
+
+
+def on_a_scale(row: dict[str, Any]) -> bool:
+    """Is this the row of a task's main metric, with a value that can be drawn beside others?"""
+    return bool(row["main"] and row["value"] is not None and 0 <= row["value"] <= 1)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [[name] for name in ("inspect", "convert", "verify", "extend", "export", "demo")]
+COMMANDS = [[name] for name in ("inspect", "convert", "verify", "extend", "export", "report", "demo")]
 COMMANDS += [["eval", name] for name in ("nll", "needle", "ruler")]
 
 
