@@ -180,11 +180,15 @@ class StageTrainer(Trainer):
             "grad_norm": logs["grad_norm"],
             "windows": [first, first + a_step - 1],
         } | spread(self.trained)
+        if torch.cuda.is_available():
+            line["peak_bytes"] = torch.cuda.max_memory_allocated()
         self.record(line)
         if self.settings.report_to:
             self.control = self.callback_handler.on_log(self.args, self.state, self.control, _flat(line))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         with loss_as_forward(self.trained):
             return super().train(*args, **kwargs)
 
