@@ -123,7 +123,7 @@ def load_checkpoint(
                 checkpoint.path, config=config, dtype=dtype or "auto", attn_implementation=attn,
                 use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
-        except (OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
+        except (ImportError, OSError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{checkpoint.path} does not load: {first_line(error)}") from None
     model, info = loaded
     if missing := sorted(info["missing_keys"]):

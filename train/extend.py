@@ -17,7 +17,7 @@ from ropex.spec import RotarySpec, make_spec
 from ropex.train import runfolder
 from ropex.train.devices import Devices, check_pieces, launched, shard
 from ropex.train.documents import sources, tokenise
-from ropex.train.loss import loss_as_forward
+from ropex.train.loss import fuses, loss_as_forward
 from ropex.train.memory import estimate
 from ropex.train.plan import require_fit
 from ropex.train.recipe import RECIPE, write_recipe
@@ -128,7 +128,10 @@ def extend(
     with everyone.main_process_first():  # the others find its tokens in the cache
         corpus = tokenise(data, tokenizer, settings.sample_tokens, model.config.vocab_size, settings.pack, report.say)
     _say_corpus(report, corpus, settings)
-    report.say(f"attention: {model.config._attn_implementation}, device: {everyone.device}{_shared(devices)}")
+    loss = "liger-kernel" if everyone.device.type == "cuda" and fuses(model) else "in chunks"
+    report.say(
+        f"attention: {model.config._attn_implementation}, loss: {loss}, device: {everyone.device}{_shared(devices)}"
+    )
     run = {
         "source": source,
         "spec": spec.block(),
@@ -201,15 +204,17 @@ def _model(
 
 def _attention(asked: str, devices: Devices) -> str | None:
     """transformers' name of the attention to use; None lets transformers choose (sdpa where the family has it)."""
-    from transformers.utils import is_flash_attn_2_available
+    from transformers.utils import import_utils
 
-    if asked == "flash_attention_2" and not is_flash_attn_2_available():
-        raise OptionError("flash attention is not installed: pip install flash-attn on a machine with a GPU")
+    flash = [f"flash_attention_{n}" for n in (2, 3, 4)]
+    installed = [name for name in flash if getattr(import_utils, f"is_flash_attn_{name[-1]}_available")()]
+    if asked in flash and asked not in installed:
+        raise OptionError(f"{asked} is not installed here: leave --attn out, or install it on a machine with a GPU")
     if asked != "auto":
         return asked
     if devices.pieces > 1:
         return "sdpa"
-    return "flash_attention_2" if torch.cuda.is_available() and is_flash_attn_2_available() else None
+    return installed[0] if installed and torch.cuda.is_available() else None
 
 
 def _spelled(dtype: str | torch.dtype | None) -> str | None:

@@ -58,10 +58,9 @@ def fused_nll(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Linear) -> to
 
 
 def fuses(model: "PreTrainedModel") -> bool:
-    """Whether liger-kernel computes this model's loss: where it is installed, on a GPU, logits being the head's own."""
-    head = model.get_output_embeddings()
-    plain = type(head) is nn.Linear and not scales_logits(model)
-    return plain and head.weight.is_cuda and find_spec("liger_kernel") is not None
+    """Whether liger-kernel can compute this model's loss on a GPU: it is installed, and logits are the head's own."""
+    plain = type(model.get_output_embeddings()) is nn.Linear and not scales_logits(model)
+    return plain and find_spec("liger_kernel") is not None
 
 
 def batch_loss(
@@ -85,7 +84,7 @@ def batch_loss(
     if targets is None:
         states, targets = states[:, :-1], batch["labels"][:, 1:]
     head: Any = model.get_output_embeddings()
-    if fuses(model) and chunk is None:
+    if states.is_cuda and chunk is None and fuses(model):
         total = fused_nll(states, targets, head)
     else:
         chunk = chunk or chunk_tokens(head.weight.shape[0])

@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -133,3 +136,28 @@ def test_the_reduction_is_float32_for_a_bfloat16_model() -> None:
 def test_a_chunk_is_bounded_in_logits_and_never_empty() -> None:
     assert chunk_tokens(128_256) * 128_256 * 4 <= 64 * 2**20
     assert chunk_tokens(10**9) == 16
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_fused_loss_is_the_chunked_one(bias: bool) -> None:
+    """liger-kernel itself, on the CPU by Triton's interpreter, which has to be asked for before any import."""
+    pytest.importorskip("liger_kernel")
+    script = f"""
+import torch
+from ropex.train.loss import IGNORED, fused_nll, summed_nll
+torch.manual_seed(0)
+head = torch.nn.Linear(32, 300, bias={bias}).requires_grad_(False)
+targets = torch.randint(300, (2, 50))
+targets[0, :10] = IGNORED
+states = torch.randn(2, 50, 32)
+found = []
+for loss in (lambda s: fused_nll(s, targets, head), lambda s: summed_nll(s, targets, head, 16)):
+    leaf = states.clone().requires_grad_()
+    total = loss(leaf)
+    (total / 7).backward()
+    found.append((total.detach(), leaf.grad))
+for one, other in zip(*found):
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+assert found[0][0] > 400
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
