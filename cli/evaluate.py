@@ -6,12 +6,16 @@ from typing import Annotated, Any
 import typer
 
 from ropex.cli.common import length, lengths, print_json, progress, stdout, table
+from ropex.cli.everything import everything
 from ropex.cli.needle import needle
 from ropex.cli.ruler import ruler
+from ropex.cli.tasks import tasks
 
 app = typer.Typer(help="Measure checkpoints side by side on the same inputs.", no_args_is_help=True)
 app.command()(needle)
 app.command()(ruler)
+app.command()(tasks)
+app.command("all")(everything)
 
 Checkpoints = Annotated[
     list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")

@@ -1,0 +1,49 @@
+"""ropex eval all"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ropex.cli.common import fail, lengths, names, print_json, progress, stdout
+
+
+def everything(
+    checkpoints: Annotated[
+        list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
+    ],
+    data: Annotated[list[str], typer.Option(help="Unseen text for NLL: files, folders, Hub datasets, or pg19.")],
+    at: Annotated[str, typer.Option("--lengths", help="Lengths in tokens, such as 4k,8k,16k.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for everything; a stopped run goes on there.")],
+    samples: Annotated[int, typer.Option(help="Samples of each RULER task and length.")] = 50,
+    tasks: Annotated[str, typer.Option(help="lm-eval's tasks as well, such as nlu or arc_easy,piqa.")] = "",
+    limit: Annotated[int | None, typer.Option(help="Documents of each of lm-eval's tasks. \\[default: all]")] = None,
+    essays: Annotated[
+        str | None, typer.Option(metavar="PATH|pg", help="Text for six RULER tasks. \\[default: pg, of the cache]")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """NLL by position, needles, RULER and tasks in one folder, with report.html to look at.
+
+    [bold]Example[/bold]
+      ropex eval all ./SmolLM2-135M ./SmolLM2-135M@yarn:2 my-run --data pg19 --lengths 8k,16k --tasks nlu -o results
+    """
+    sizes = lengths(at)
+    from ropex.eval.everything import evaluate_all
+
+    with progress() as listener:
+        made = evaluate_all(
+            checkpoints, sizes, out, data=data, samples=samples, tasks=names(tasks), limit=limit, essays=essays,
+            dtype=dtype, progress=listener,
+        )  # fmt: skip
+    if as_json:
+        print_json(made)
+    for name, why in made["failed"].items():
+        fail(f"{name} was not measured: {why}")
+    if not as_json:
+        stdout().print(f"{made['page']}: everything on one page, from the folders beside it")
+    if made["failed"]:
+        raise typer.Exit(1)

@@ -1,0 +1,75 @@
+"""Every evaluation of a set of checkpoints in one folder, and the page that shows it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ropex.errors import OptionError, RopexError
+from ropex.eval.grid import evaluate_needle
+from ropex.eval.nll import evaluate_nll
+from ropex.eval.plot import on_a_scale, plot_needle, plot_nll, plot_ruler, plot_tasks
+from ropex.eval.progress import Progress
+from ropex.eval.report import write_report
+from ropex.eval.ruler import evaluate_ruler
+from ropex.eval.tasks import evaluate_tasks
+
+PAGE = "report.html"
+
+
+def evaluate_all(
+    checkpoints: Sequence[str],
+    lengths: Sequence[int],
+    out: Path,
+    *,
+    data: Sequence[str | Path],
+    samples: int = 50,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    essays: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """NLL, needles, RULER and, where some are named, lm-eval's tasks, into the folders nll, needle, ruler and tasks of
+    `out`, and report.html beside them.
+
+    data: unseen text for NLL. samples: of each RULER task and length. limit: documents of each of lm-eval's tasks. The
+    rest as the single evaluations take it. What is in the folder already is not measured again. An evaluation that
+    cannot be made does not keep the others from being made.
+
+    Returns {"nll", "needle", "ruler", "tasks": their reports, "failed": {name: why}, "page"}. Raises the first error
+    where none could be made.
+    """
+    if not data:
+        raise OptionError("no text for NLL: name it with --data")
+    common: dict[str, Any] = {"dtype": dtype, "progress": progress}
+    kinds: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[dict[str, Any], Path], None]]] = {
+        "nll": (lambda folder: evaluate_nll(checkpoints, data, lengths, out=folder, **common), plot_nll),
+        "needle": (lambda folder: evaluate_needle(checkpoints, lengths, out=folder, **common), plot_needle),
+        "ruler": (
+            lambda folder: evaluate_ruler(
+                checkpoints, None, lengths, samples, essays=essays, out=folder, **common
+            ),
+            plot_ruler,
+        ),
+    }  # fmt: skip
+    if tasks:
+        kinds["tasks"] = (
+            lambda folder: evaluate_tasks(checkpoints, tasks, limit=limit, out=folder, **common),
+            plot_tasks,
+        )
+    made: dict[str, Any] = {}
+    failed: dict[str, RopexError] = {}
+    for name, (measure, plot) in kinds.items():
+        try:
+            made[name] = measure(out / name)
+        except RopexError as error:
+            failed[name] = error
+            continue
+        if name != "tasks" or any(map(on_a_scale, made[name]["results"])):
+            plot(made[name], out / name / f"{name}.png")
+    if not made:
+        raise next(iter(failed.values()))
+    write_report([out / name for name in made], out / PAGE, overwrite=True)
+    return made | {"failed": {name: str(error) for name, error in failed.items()}, "page": str(out / PAGE)}
