@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [[name] for name in ("inspect", "convert", "verify", "extend", "export", "report", "demo")]
-COMMANDS += [["eval", name] for name in ("nll", "needle", "ruler")]
+COMMANDS += [["eval", name] for name in ("nll", "needle", "ruler", "tasks")]
 
 
 def ropex(*args: object, check: str = "", **options) -> subprocess.CompletedProcess:
