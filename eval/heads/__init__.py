@@ -1,0 +1,1 @@
+"""What heads do: measures, classes and pictures of the attention of a checkpoint."""

@@ -1,0 +1,208 @@
+"""Every measure against brute force over the eager attention weights of tiny models."""
+
+import math
+
+import pytest
+import torch
+from families import tiny
+from torch import Tensor
+
+from ropex import attach
+from ropex.eval.heads.capture import watched
+from ropex.eval.heads.measures import (
+    Cloud,
+    criteria,
+    effective_length,
+    growth,
+    overlap,
+    pair_logits,
+    variation,
+)
+from ropex.eval.heads.probe import probe
+from ropex.families import FAMILIES
+from ropex.seam import rope_of_model
+from ropex.spec import make_spec
+from ropex.tables import table
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+IDS = torch.randint(3, 97, (96,), generator=torch.Generator().manual_seed(1)).tolist()
+OWN: dict[str, dict] = {"mistral": {"sliding_window": 24}, "starcoder2": {"sliding_window": 24}}
+
+
+def eager(model, ids: list[int]) -> list[Tensor]:
+    """The attention weights [Hq, T, T] of each layer that attends, in order."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(torch.tensor([ids]), output_attentions=True, use_cache=False)
+    return [weights[0] for weights in out.attentions if weights is not None]
+
+
+def brute(alpha: Tensor) -> dict[str, list[float]]:
+    """Means over all queries, written as the definitions have them."""
+    heads, tokens, _ = alpha.shape
+    near = torch.tensor([[0 <= i - j < 8 for j in range(tokens)] for i in range(tokens)])
+    return {
+        "e2": [sum(1 / float((row**2).sum()) for row in head) / tokens for head in alpha],
+        "sink": alpha[:, :, 0].mean(1).tolist(),
+        "local": (alpha * near).sum(-1).mean(1).tolist(),
+        "previous": [
+            sum(float(alpha[h, i, i - 1]) for i in range(1, tokens)) / tokens for h in range(heads)
+        ],
+    }  # fmt: skip
+
+
+def check(model) -> None:
+    found = probe(model, {len(IDS): [IDS]}, {}, queries=len(IDS))
+    weights = eager(model, IDS)
+    layers = sorted({head["layer"] for head in found["heads"]})
+    assert len(layers) == len(weights) > 0
+    for layer, alpha in zip(layers, weights, strict=True):
+        heads = [head for head in found["heads"] if head["layer"] == layer]
+        assert [head["head"] for head in heads] == list(range(len(alpha)))
+        for name, wanted in brute(alpha).items():
+            torch.testing.assert_close([head[name][str(len(IDS))] for head in heads], wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_measures_are_those_of_the_eager_attention_weights(name):
+    check(tiny(name, **OWN.get(name, {})))
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "gemma3_text", "gemma2", "glm"])
+def test_and_so_they_are_where_every_head_has_learned(name, stir):
+    model = tiny(name)
+    attach(model, make_spec("adarope", rope_of_model(model), target=256))
+    stir(model)
+    check(model)
+
+
+def test_a_text_read_in_pieces_measures_as_one_read_whole(monkeypatch):
+    from ropex.eval import pieces
+
+    model = tiny("gemma3_text", sliding_window=24)
+    whole = probe(model, {96: [IDS]}, {}, queries=40)
+    monkeypatch.setattr(pieces, "WHOLE", 32)
+    monkeypatch.setattr(pieces, "PIECE", 32)
+    pieced = probe(model, {96: [IDS]}, {}, queries=40)
+    for a, b in zip(whole["heads"], pieced["heads"], strict=True):
+        for name in ("e2", "sink", "largest", "local", "previous"):
+            torch.testing.assert_close(a[name], b[name], **CLOSE)
+        torch.testing.assert_close(a["geometry"], b["geometry"], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "phi", "gpt_neox", "glm"])
+def test_largest_logits_clouds_and_pairs_are_those_of_q_and_k(name):
+    """Against q and k rotated here by the table, from the projections' own outputs."""
+    model = tiny(name)
+    rope = rope_of_model(model)
+    seen = []
+    with watched(model, seen.append):
+        model.get_decoder()(torch.tensor([IDS]))
+    one = seen[1]
+    turn = torch.outer(torch.arange(len(IDS)).float(), table("rope", rope, {}).theta)
+    turned = _turned(one.bare_q, turn, rope.pairing == "interleaved")
+    torch.testing.assert_close(one.q, turned, **CLOSE)
+    torch.testing.assert_close(one.k, _turned(one.bare_k, turn, rope.pairing == "interleaved"), **CLOSE)
+
+    found = [h for h in probe(model, {96: [IDS]}, {}, queries=96)["heads"] if h["layer"] == one.layer]
+    k = one.k.repeat_interleave(len(one.q) // len(one.k), 0)
+    logits = (one.q @ k.transpose(1, 2) * one.scaling).masked_fill(~torch.ones(96, 96).tril().bool(), -torch.inf)
+    torch.testing.assert_close([h["largest"]["96"] for h in found], logits.amax(-1).mean(-1).tolist(), **CLOSE)
+    for h, head in enumerate(found):
+        geometry = head["geometry"]["96"]
+        for at, (q, key) in enumerate(((one.bare_q, one.bare_k), (one.q, one.k))):
+            values = torch.linalg.svdvals(q[h].double())
+            assert geometry["q_stable_rank"][at] == pytest.approx(float((values**2).sum() / values[0] ** 2), rel=1e-4)
+            assert geometry["q_first_singular"][at] == pytest.approx(float(values[0]) / 96**0.5, rel=1e-4)
+            values = torch.linalg.svdvals(key[head["kv_head"]].double())
+            assert geometry["k_stable_rank"][at] == pytest.approx(float((values**2).sum() / values[0] ** 2), rel=1e-4)
+            cosine = torch.cosine_similarity(q[h].mean(0), key[head["kv_head"]].mean(0), dim=0)
+            assert geometry["mean_cosine"][at] == pytest.approx(float(cosine), abs=1e-4)
+        assert sum(head["pairs"]["shares"]) == pytest.approx(1, abs=1e-5)
+        assert len(head["pairs"]["shares"]) == rope.pairs + (rope.rotary_dim < rope.head_dim)
+
+
+def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x [H, T, D] as complex numbers, multiplied by e^(i angle) [T, F]."""
+    span = 2 * angles.shape[1]
+    a, b = (x[..., :span:2], x[..., 1:span:2]) if interleaved else x[..., :span].chunk(2, -1)
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    both = torch.stack((z.real, z.imag), -1).flatten(-2) if interleaved else torch.cat((z.real, z.imag), -1)
+    return torch.cat((both, x[..., span:]), -1)
+
+
+@torch.no_grad()
+def test_the_parts_of_a_logit_add_up_to_it():
+    q, k = torch.randn(2, 24), torch.randn(2, 5, 24)
+    for interleaved in (True, False):
+        q2, k2 = q.clone(), k.clone()
+        parts = pair_logits(q2, k2, 8, interleaved)
+        assert parts.shape == (2, 9, 5)
+        only = torch.zeros(24)
+        only[[2, 3] if interleaved else [1, 9]] = 1  # the second pair
+        torch.testing.assert_close(parts[:, 1], torch.einsum("hd,htd->ht", q * only, k).abs())
+        torch.testing.assert_close(parts[:, 8], torch.einsum("hd,htd->ht", q[:, 16:], k[..., 16:]).abs())
+
+
+def test_effective_length_counts_the_tokens_that_matter():
+    for beta in (1.0, 2.0, 3.0):
+        for tokens in (1, 4, 50):
+            assert effective_length(torch.full((1, 1, tokens), 1 / tokens), beta).item() == pytest.approx(tokens)
+    assert effective_length(torch.tensor([[[0.5, 0.25, 0.25, 0.0]]]), 1.0).item() == pytest.approx(2**1.5)
+
+
+def test_growth_is_the_exponent():
+    assert growth([128, 512, 2048], [3 * length**0.7 for length in (128, 512, 2048)]) == pytest.approx(0.7)
+    assert growth([128], [5.0]) is None
+
+
+def test_clouds_know_their_rank():
+    line, sphere = Cloud(), Cloud()
+    line.add(torch.randn(1, 50, 1) @ torch.randn(1, 1, 16))
+    sphere.add(torch.eye(16)[None])
+    assert line.stable_rank().item() == pytest.approx(1, abs=1e-6)
+    assert sphere.stable_rank().item() == pytest.approx(16)
+
+
+def test_variation_is_nought_when_pairs_are_used_alike():
+    assert variation(torch.full((1, 16), 1 / 16)).item() == pytest.approx(0, abs=1e-6)
+    assert variation(torch.eye(16)[:1]).item() == pytest.approx(math.sqrt(15))
+
+
+@pytest.mark.parametrize(
+    ("name", "bounded", "reached"),
+    [("rope", False, False), ("half-rope", True, False), ("high-freq", False, True), ("rope-id", True, True)],
+)
+def test_each_of_the_four_tables_meets_the_criteria_that_it_should(name, bounded, reached):
+    rope = rope_of_model(tiny("llama", head_dim=64, max_position_embeddings=2048))
+    theta = make_spec(name, rope).table(rope).theta
+    found = criteria(theta, 2048)
+    assert (found["bounded"], found["reached"]) == (bounded, reached), found
+    brute_force = torch.polar(torch.ones(300, 32), torch.outer(torch.arange(300.0), theta)).mean(0).abs().mean()
+    assert overlap(theta, [300])[0] == pytest.approx(float(brute_force), abs=1e-4)
+
+
+def test_a_sample_of_queries_says_how_far_off_it_may_be():
+    model = tiny("llama")
+    exact = probe(model, {96: [IDS]}, {}, queries=96)["heads"]
+    drawn = probe(model, {96: [IDS]}, {}, queries=32)["heads"]
+    off = [
+        abs(a["e2"]["96"] - b["e2"]["96"]) / b["e2_error"]["96"]
+        for a, b in zip(exact, drawn, strict=True)
+    ]  # fmt: skip
+    assert all(head["e2_error"]["96"] == 0 for head in exact)
+    assert all(head["e2_error"]["96"] > 0 for head in drawn)
+    assert max(off) < 4 and sum(value < 2 for value in off) > 0.85 * len(off)
+
+
+def test_watching_leaves_the_model_as_it_was():
+    model = tiny("llama")
+    ids = torch.tensor([IDS])
+    with torch.no_grad():
+        before = model(ids).logits
+        with watched(model, lambda seen: None):
+            torch.testing.assert_close(model(ids).logits, before)
+        assert torch.equal(model(ids).logits, before)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(module, "ropex_watch") for module in model.modules())
