@@ -114,6 +114,15 @@ def table(title: str, *columns: str) -> "Table":
     return made
 
 
+def goes_on() -> bool:
+    """Part from the processes that shared the work; true in the first, which has the rest to do."""
+    from accelerate import PartialState
+
+    everyone = PartialState()
+    everyone.destroy_process_group()
+    return bool(everyone.is_main_process)
+
+
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
     """A listener (what, done, total): a bar on a terminal's stderr, elsewhere a line when the work changes."""

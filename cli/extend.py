@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import fail, length, note, print_json, progress, settings, stdout, table
+from ropex.cli.common import fail, goes_on, length, note, print_json, progress, settings, stdout, table
 from ropex.cli.evaluate import show_nll
 from ropex.errors import DataError
 
@@ -137,7 +137,7 @@ def extend(
     from ropex.train.extend import extend as run
 
     result = run(src, out, data=texts, resume=resume, overwrite=overwrite, **asked)
-    if not _goes_on():
+    if not goes_on():
         raise typer.Exit(0 if result["finished"] else 1)
     compared = before_and_after(src, out, eval_data, texts, result) if result["finished"] and compare else None
     if as_json:
@@ -150,15 +150,6 @@ def extend(
     if compared:
         show_nll(compared)
     stdout().print(f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`")
-
-
-def _goes_on() -> bool:
-    """Part from the processes that trained; true in the first, which has the rest to do."""
-    from accelerate import PartialState
-
-    everyone = PartialState()
-    everyone.destroy_process_group()
-    return bool(everyone.is_main_process)
 
 
 def before_and_after(

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import length, names, note, print_json, progress, stdout, table
+from ropex.cli.common import goes_on, length, names, note, print_json, progress, stdout, table
 
 
 def tasks(
@@ -42,6 +42,7 @@ def tasks(
       ropex eval tasks ./SmolLM2-135M ./SmolLM2-135M@yarn:2 my-run --tasks nlu --limit 200
       ropex eval tasks my-run --tasks longbench --max-length 16k -o results/tasks
       ropex eval tasks my-run --tasks my_task --include-path my-tasks
+      accelerate launch --num_processes 8 $(which ropex) eval tasks my-run --tasks nlu
     """
     tokens = length(max_length) if max_length else None
     from ropex.eval.plot import on_a_scale, plot_tasks
@@ -52,6 +53,8 @@ def tasks(
             checkpoints, names(asked), limit=limit, num_fewshot=num_fewshot, max_length=tokens,
             include_path=include_path, dtype=dtype, batch_size=batch_size, out=out, progress=listener,
         )  # fmt: skip
+    if not goes_on():
+        return
     if as_json:
         print_json(report)
     else:

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ropex.errors import OptionError, first_line
@@ -61,7 +63,7 @@ def load_tasks(
             raise OptionError(f"lm-eval has no task, group or tag '{unknown[0]}'{hint}: `lm-eval ls tasks` lists them")
         reachable = True
         for name in names:
-            with _offline(not reachable):
+            with _offline(not reachable), processes().main_process_first():
                 try:
                     loaded[name] = _loaded(manager.load([name]), limit, num_fewshot)
                 except Exception as error:  # each data set fails in its own way
@@ -83,7 +85,8 @@ def run(
     """Ask the model what was loaded: a row for each metric of each task, and of the group if it is one.
 
     max_length: tokens that an input may have with its answer; longer ones lose their beginnings, and "cut" counts them.
-    step: told the share of the answers that is there, after each of them.
+    step: told the share of the answers that is there, after each of them. Processes that `accelerate launch` started
+    share the documents, and each gets all the rows.
     Returns [{"task", "metric", "value", "stderr", "samples", "num_fewshot", "cut"}].
     """
     from lm_eval import evaluate
@@ -95,6 +98,10 @@ def run(
         lm = HFLM(
             pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_length=max_length
         )  # fmt: skip
+        everyone = processes()
+        if everyone.num_processes > 1:  # lm-eval leaves this to us for a model that is there already
+            lm.accelerator = Accelerator(cpu=everyone.device.type == "cpu")
+            lm._rank, lm._world_size, lm._device = everyone.process_index, everyone.num_processes, everyone.device
         lm.set_cache_hook(_Counter(list(loaded.tasks.values()), step))
         for task in loaded.tasks.values():
             task.set_fewshot_seed(seed=_SEED)
@@ -103,6 +110,9 @@ def run(
         torch.manual_seed(_SEED)
         found = evaluate(lm, loaded.content, limit=limit, bootstrap_iters=_RESAMPLES, log_samples=False)
         cut = {name: sum(_is_cut(lm, ask) for ask in task.instances) for name, task in loaded.tasks.items()}
+        (found,) = broadcast_object_list([found])  # the first process has it
+        shares = gather_object([cut])
+    cut = {name: sum(share[name] for share in shares) for name in cut}
     rows = []
     for name, metrics in found["results"].items():
         group = loaded.content["groups"].get(name)
@@ -123,6 +133,11 @@ def run(
                 }
             )
     return rows
+
+
+def processes() -> PartialState:
+    """This process, or what `accelerate launch` and torchrun started."""
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 class _Counter:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ropex.errors import DataError, OptionError, first_line
-from ropex.eval.harness import Loaded, load_tasks, run
+from ropex.eval.harness import Loaded, load_tasks, processes, run
 from ropex.eval.log import Log
 from ropex.eval.models import load_model, load_tokenizer, method_of, tokenizer_fingerprint, weights_fingerprint
 from ropex.eval.progress import Progress, silent
@@ -64,7 +64,8 @@ def evaluate_tasks(
     batch_size is halved where memory runs out. A task whose data cannot be had, or that fails, is left out and listed.
 
     With `out`, a folder, each checkpoint and task is kept there as it is done, a later run with the same settings,
-    weights and documents takes it from there, and report.json is written at the end.
+    weights and documents takes it from there, and report.json is written at the end. Processes that `accelerate launch`
+    started share the documents of each task, and all return the same.
 
     Returns {"kind", "results": [{"checkpoint", "method", "task", "metric", "value", "stderr", "main", "samples",
     "num_fewshot", "cut", "max_length"}], "means": [{"checkpoint", "method", "set", "value", "stderr", "tasks", "of"}],
@@ -74,8 +75,10 @@ def evaluate_tasks(
     """
     _check(checkpoints, tasks, limit=limit, num_fewshot=num_fewshot, max_length=max_length, batch_size=batch_size)
     names = list(dict.fromkeys(name for asked in tasks for name in SETS.get(asked, [asked])))
-    report = progress or silent
+    everyone = processes()
+    report = progress if progress and everyone.is_main_process else silent
     log = Log(out, CELLS, KEY)
+    everyone.wait_for_everyone()  # all have read what is there before any adds to it
     report("loading tasks", 0, len(names))
     loaded, failed = load_tasks(names, include_path, limit, num_fewshot)
     not_run: list[dict[str, Any]] = [{"task": name, "checkpoint": None, "why": why} for name, why in failed.items()]
@@ -104,11 +107,14 @@ def evaluate_tasks(
                 try:
                     rows, fitting = _ask(model, tokenizer, task, length, rows_at_once, limit, step)
                 except Exception as error:  # a task's own code, or a limit of lm-eval: the others go on
+                    if everyone.num_processes > 1:  # other processes may wait for this one: all have to stop
+                        raise
                     why = f"it failed ({type(error).__name__}: {first_line(error)})"
                     not_run.append({"task": name, "checkpoint": checkpoint, "why": why})
                 else:
                     cell = key | {"rows": rows}
-                    log.add(cell)
+                    if everyone.is_main_process:
+                        log.add(cell)
                     if fitting < rows_at_once:
                         notes.append(f"{checkpoint}: memory ran out, so {fitting} inputs at a time from {name} on.")
                     rows_at_once = fitting
@@ -134,7 +140,8 @@ def evaluate_tasks(
     }
     if notes := notes + _cut(results):
         table["note"] = " ".join(notes)
-    log.finish(table)
+    if everyone.is_main_process:
+        log.finish(table)
     return table
 
 
@@ -153,7 +160,7 @@ def _ask(
             rows = run(model, tokenizer, task, max_length=length, batch_size=rows_at_once, limit=limit, step=step)
             return [row | {"max_length": length} for row in rows], rows_at_once
         except torch.OutOfMemoryError:
-            if rows_at_once == 1:
+            if rows_at_once == 1 or processes().num_processes > 1:
                 raise
             rows_at_once //= 2
             torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
+from processes import in_two
 
 from ropex.errors import DataError, OptionError
 from ropex.eval import harness, tasks
@@ -351,3 +352,31 @@ def run_ropex() -> Callable[..., Any]:
     return lambda *words: subprocess.run(
         [sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, timeout=300
     )
+
+
+TASKS = """
+import json, sys
+from pathlib import Path
+from accelerate import PartialState
+from ropex.eval.tasks import evaluate_tasks
+src, out, words = json.loads(sys.argv[1])
+names = ["tiny_choice", "tiny_long", "tiny_say"]
+report = evaluate_tasks([src, src + "@yarn:2"], names, include_path=Path(words["folder"]), out=Path(out))
+json.dump(report, open(f"{out}-{PartialState().process_index}.json", "w"))
+PartialState().destroy_process_group()
+"""
+
+
+def test_two_processes_share_the_documents_and_say_the_same(checkpoint: str, folder: Path, tmp_path: Path) -> None:
+    write_task(folder, "tiny_long", choices(6) + [{"text": "long " * 600, "label": 1}], **CHOOSE)
+    write_task(folder, "tiny_say", [{"text": f"Say {i}", "answer": "so"} for i in range(3)], **SAY)
+    names = ["tiny_choice", "tiny_long", "tiny_say"]
+    alone = evaluate_tasks([checkpoint, f"{checkpoint}@yarn:2"], names, include_path=folder)
+    out = tmp_path / "two"
+    for _ in range(2):  # the second takes it all from the folder
+        in_two(Path(checkpoint), out, {"folder": str(folder)}, TASKS)
+        first, second = (json.loads((tmp_path / f"two-{i}.json").read_text()) for i in range(2))
+        assert first == second == json.loads((out / "report.json").read_text())
+        assert first["results"] == [pytest.approx(row) for row in alone["results"]]
+        assert first | {"results": []} == alone | {"results": []}
+    assert len((out / "cells.jsonl").read_text().splitlines()) == 6
