@@ -16,6 +16,7 @@ from ropex.eval.models import encode
 
 _KEPT = 200_000  # counts and pairs: the tables start again when they are full
 _WORTH = 0.5  # share of a text that neighbours never met may make up: beyond it the whole text is the shorter way
+_CALL = 32  # characters: what tokenising one more string costs beside its own
 _CHANGED = 2  # last ids of a piece that the next piece may change
 _ANCHOR = "\n"
 
@@ -67,7 +68,7 @@ class Blocks:
             self._met.clear()
         neighbours = list(pairwise(pieces))
         new = [pair for pair in dict.fromkeys(neighbours) if pair not in self._rest]
-        never = sum(len(a) + len(b) for a, b in new if (a, b) not in self._met)
+        never = sum(len(a) + len(b) + _CALL for a, b in new if (a, b) not in self._met)
         if never > _WORTH * sum(map(len, pieces)):
             self._met.update(new)
             return None

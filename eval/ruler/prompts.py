@@ -82,9 +82,9 @@ def make_samples(task: Task, length: int, prompter: Prompter, seed: int, indices
     """
     fits = [_Fit(task, length, prompter, seed, index) for index in indices]
     for _ in range(_ROUNDS):
-        trials = [(fit, draft, prompter.render(draft)) for fit in fits if (draft := fit.trial()) is not None]
-        for (fit, draft, pieces), ids in zip(trials, prompter.encode([t[2] for t in trials]), strict=True):
-            fit.take(draft, pieces, ids)
+        trials = [(fit, pieces) for fit in fits if (pieces := fit.trial()) is not None]
+        for (fit, _), ids in zip(trials, prompter.encode([pieces for _, pieces in trials]), strict=True):
+            fit.take(ids)
     return [fit.sample() for fit in fits]
 
 
@@ -106,22 +106,34 @@ class _Fit:
         self.units = 0
         self.best: Sample | None = None
         self.done = False
+        self.last: tuple[int, Draft, list[str]] | None = None
+        self.counts: dict[int, int] = {}
+
+    def draft(self, units: int) -> tuple[Draft, list[str]]:
+        """The draft and its pieces; the last ones are kept."""
+        if self.last is None or self.last[0] != units:
+            draft = self.task.draft(units, self.request)
+            self.last = (units, draft, self.prompter.render(draft))
+        return self.last[1:]
 
     def counted(self, units: int) -> float:
-        pieces = self.prompter.render(self.task.draft(units, self.request))
-        return self.ratio * (len(self.prompter.bos) + self.prompter.blocks.count(pieces))
+        if units not in self.counts:
+            self.counts[units] = len(self.prompter.bos) + self.prompter.blocks.count(self.draft(units)[1])
+        return self.ratio * self.counts[units]
 
-    def trial(self) -> Draft | None:
-        """The next prompt to measure; None where the search is over."""
+    def trial(self) -> list[str] | None:
+        """The pieces of the next prompt to measure; None where the search is over."""
         if self.done or self.low > self.high or (self.best and self.counted(self.low) > self.room):
             self.done = True
             return None
         most = _largest(self.counted, self.room, self.low, self.high)
         self.units = max(self.low, self.task.on_grid(most, self.request))
-        return self.task.draft(self.units, self.request)
+        return self.draft(self.units)[1]
 
-    def take(self, draft: Draft, pieces: Sequence[str], ids: list[int]) -> None:
+    def take(self, ids: list[int]) -> None:
+        """What that prompt's tokens are."""
         if len(ids) <= self.room:
+            draft, pieces = self.draft(self.units)
             fill = (len(ids) + self.task.tokens_to_generate) / self.length
             self.best = Sample(self.request.index, ids, "".join(pieces), draft.references, fill, draft.facts)
             self.done = self.request.flavour.coarse or len(ids) >= _FULL * self.room

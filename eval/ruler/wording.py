@@ -42,6 +42,7 @@ class Wording:
     qa_document: str  # {i} the number, {document}
     vt_join: str = " "  # between vt's lines
     vt_gap: str = "\n\n\n\n"  # between vt's worked example and its question
+    vt_end: str = ""  # after vt's prefix, before the answer
     cwe_gap: str = ""  # between the prefix of cwe's worked example and its answer
     cwe_delimiter: str = "\n\n"  # between cwe's question and the answer's prefix
 
@@ -61,6 +62,7 @@ DEPARTURES = (
     Departure("vt-line-ends", "vt_noise", "\n", ""),
     Departure("vt-join", "vt_join", " ", "\n"),
     Departure("vt-gap", "vt_gap", "\n\n\n\n", "\n\n"),
+    Departure("vt-end", "vt_end", "", " "),
     Departure("cwe-gap", "cwe_gap", "", " "),
     Departure("cwe-delimiter", "cwe_delimiter", "\n\n", " "),
 )

@@ -143,15 +143,15 @@ def test_the_chain_of_vt_gives_the_references(plain: Prompter) -> None:
             if part is asked:
                 assert list(held) == got.references
             else:
-                assert part.rstrip().endswith("they are: " + " ".join(held))
-        assert got.text.endswith("they are:")
+                assert part.rstrip().endswith("they are:  " + " ".join(held))
+        assert got.text.endswith("they are: ")
         assert "5 variables are assigned" in asked
         assert example.count("The grass") > 5
 
 
 def test_the_example_of_vt_takes_500_tokens_without_its_answer(plain: Prompter) -> None:
     got = sample("vt", 4096, plain)
-    question = got.text.split("\n\nMemorize")[0].rsplit(" they are:", 1)[0] + " they are:"
+    question = got.text.split("\n\nMemorize")[0].rsplit(" they are: ", 1)[0] + " they are: "
     assert 470 < plain.blocks.count([question]) <= 505
 
 
