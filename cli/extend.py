@@ -164,12 +164,14 @@ def before_and_after(
     from ropex.train.runfolder import NLL, PLOT
 
     target = result["settings"]["target"]
-    few: dict[str, int] = {} if unseen else {"documents": 2, "windows": 2}
+    few = None if unseen else 2
     with progress() as say:
         try:
             text = unseen or [str(s) for s in sources(trained_on)]
             dtype = result["settings"]["dtype"]
-            report = evaluate_nll([source, str(out)], text, [target], dtype=dtype, progress=say, **few)
+            report = evaluate_nll(
+                [source, str(out)], text, [target], dtype=dtype, documents=few, windows=few, progress=say
+            )
         except DataError as error:  # a window below the target needs no document of the target's length
             if unseen:
                 raise

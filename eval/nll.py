@@ -117,9 +117,11 @@ def evaluate_nll(
                     checked = True
                 edges = bucket_edges(length, buckets, bucket_width)
                 name = f"{checkpoint} at {length}"
-                row = key | _measure(
-                    model, cut, length, edges, texts, lambda at, n=name, before=done: report(n, before + at, total)
-                )
+
+                def step(at: int, name: str = name, before: int = done) -> None:
+                    report(name, before + at, total)
+
+                row = key | _measure(model, cut, length, edges, texts, step)
                 log.add(row)
             done += len(cut)
             results.append({k: v for k, v in row.items() if k != "fingerprint"})
