@@ -126,9 +126,14 @@ def show_ruler(report: dict[str, Any]) -> None:
     )
     console.print(shown)
     for entry in report["means"]:
-        effective = entry["effective_length"]
-        found = f"{effective:,}" if effective else "none of these"
-        console.print(f"effective length of {entry['checkpoint']} (mean of at least 85.6): {found}")
+        mine = [row for row in rows if row["checkpoint"] == entry["checkpoint"]]
+        effective = f"{entry['effective_length']:,}" if entry["effective_length"] else "none of these"
+        cut = 100 * sum(row["truncated"] for row in mine) / len(mine)
+        bos = "with BOS" if mine[0]["bos"] else "without BOS"
+        console.print(
+            f"{entry['checkpoint']}: effective length (mean of at least 85.6) {effective}; prompts {bos}; "
+            f"{cut:.0f}% of the answers were incomplete when they reached the limit of tokens"
+        )
     for why, left in _grouped(report["not_run"]).items():
         note(f"not run: {', '.join(left)}: {why}")
     if "note" in report:

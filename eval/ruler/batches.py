@@ -11,6 +11,10 @@ from ropex.eval.ruler.generate import Answer, Ask, greedy_answers
 _ROWS = {"cuda": (32, 2**19), "cpu": (8, 2**15)}  # of a batch at most, and its tokens at most
 
 
+class NoRoomError(OptionError):
+    """Not even one prompt of that length can be answered."""
+
+
 class Batches:
     """Answers of a model in batches as large as memory takes, which it finds by halving them where it runs out."""
 
@@ -25,7 +29,7 @@ class Batches:
         return self.size or max(1, min(rows, tokens // length))
 
     def answers(self, asks: Sequence[Ask], length: int, tokens_to_generate: int) -> list[Answer]:
-        """Of prompts for that length. Raises OptionError where even a batch of one is too large."""
+        """Of prompts for that length. Raises NoRoomError where even a batch of one is too large."""
         answers: list[Answer] = []
         while len(answers) < len(asks):
             rows = self._least.get(length, len(asks))
@@ -46,10 +50,7 @@ class Batches:
 
     def _halve(self, length: int, rows: int) -> None:
         if rows == 1:
-            raise OptionError(
-                f"memory ran out at a prompt of {length} tokens: use shorter lengths or a 16-bit dtype; answers "
-                "already written are kept"
-            )
+            raise NoRoomError(f"memory ran out at a prompt of {length} tokens: use shorter lengths, or a 16-bit dtype")
         self._least[length] = rows // 2
         self.notes.append(f"memory ran out at {length} with batches of {rows}, so they have {rows // 2} there.")
         if torch.cuda.is_available():

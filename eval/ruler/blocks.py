@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ropex.eval.models import encode
 
-_KEPT = 200_000  # counts and pairs: the tables start again when they are full
+_KEPT = 2**22  # ids, and a tenth of it of pieces: the tables start again when they are full
 _WORTH = 0.5  # share of a text that neighbours never met may make up: beyond it the whole text is the shorter way
 _CALL = 32  # characters: what tokenising one more string costs beside its own
 _CHANGED = 2  # last ids of a piece that the next piece may change
@@ -32,6 +32,7 @@ class Blocks:
         self._alone: dict[str, list[int]] = {}
         self._rest: dict[tuple[str, str], tuple[int, list[int]] | None] = {}
         self._met: set[tuple[str, str]] = set()  # neighbours of texts that were not worth learning then
+        self._size = 0  # ids in the tables
         self._anchor = len(encode(tokenizer, _ANCHOR))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -44,7 +45,7 @@ class Blocks:
 
     def count(self, pieces: Sequence[str]) -> int:
         """Tokens of the pieces, each counted on its own, after a line break: some tokenizers treat the start apart."""
-        if len(self._counts) > _KEPT:
+        if len(self._counts) > _KEPT // 10:
             self._counts.clear()
         new = list({piece for piece in pieces if piece not in self._counts})
         for piece, ids in zip(new, self.encode([_ANCHOR + piece for piece in new]), strict=True):
@@ -62,7 +63,8 @@ class Blocks:
     def _join(self, pieces: list[str]) -> list[int] | None:
         if not self._apart or not pieces:
             return None
-        if len(self._rest) + len(self._met) > _KEPT:
+        if self._size > _KEPT or len(self._met) > _KEPT // 10:
+            self._size = 0
             self._rest.clear()
             self._alone.clear()
             self._met.clear()
@@ -89,7 +91,9 @@ class Blocks:
     def _learn(self, first: str, pairs: list[tuple[str, str]]) -> None:
         singles = [piece for piece in dict.fromkeys([first, *(a for a, _ in pairs)]) if piece not in self._alone]
         self._alone.update(zip(singles, self.encode(singles), strict=True))
+        self._size += sum(len(self._alone[piece]) for piece in singles)
         for (a, b), ids in zip(pairs, self.encode([a + b for a, b in pairs]), strict=True):
+            self._size += len(ids)
             alone = self._alone[a]
             changed = next((n for n in range(_CHANGED + 1) if ids[: len(alone) - n] == alone[: len(alone) - n]), None)
             ok = changed is not None and changed < len(alone)

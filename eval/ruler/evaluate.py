@@ -21,7 +21,7 @@ from ropex.eval.models import (
     weights_fingerprint,
 )
 from ropex.eval.progress import Progress, silent
-from ropex.eval.ruler.batches import Batches
+from ropex.eval.ruler.batches import Batches, NoRoomError
 from ropex.eval.ruler.draft import Task
 from ropex.eval.ruler.flavours import get_flavour
 from ropex.eval.ruler.generate import Answer, Ask
@@ -75,36 +75,46 @@ def evaluate_ruler(
     report = progress or silent
     log = Log(out, ANSWERS, _KEY)
     sources, missing = find_sources({task.needs for task in chosen if task.needs}, essays, squad, hotpot)
-    prompters = {
-        name: Prompter(load_tokenizer(name), chat_template, rules, sources) for name in dict.fromkeys(checkpoints)
-    }
+    prompters: dict[str, Prompter] = {}  # by tokenizer
+    tokenizers: dict[str, str] = {}  # by checkpoint
+    for name in dict.fromkeys(checkpoints):
+        tokenizer = load_tokenizer(name)
+        tokenizers[name] = f"{tokenizer_fingerprint(tokenizer)} {tokenizer.chat_template if chat_template else ''}"
+        if tokenizers[name] not in prompters:
+            prompters[tokenizers[name]] = Prompter(tokenizer, chat_template, rules, sources)
     cells, not_run = _plan(chosen, lengths, missing, list(prompters.values()), seed, samples, named=tasks is not None)
-    tokenizers = {name: tokenizer_fingerprint(p.tokenizer) for name, p in prompters.items()}
-    total, done = len(prompters) * len(cells) * samples, 0
+    total, done = len(tokenizers) * len(cells) * samples, 0
     results: list[dict[str, Any]] = []
     scores: dict[tuple[str, str, int], dict[str, list[float]]] = {}
     notes: list[str] = []
-    for checkpoint, prompter in prompters.items():
+    for checkpoint, prompter in ((name, prompters[kind]) for name, kind in tokenizers.items()):
         report(f"loading {checkpoint}", done, total)
         model = load_model(checkpoint, dtype)
         method = method_of(model)
         key: dict[str, Any] = {"checkpoint": checkpoint, "method": method, "seed": seed}
-        settings = _settings(model, prompter, tokenizers[checkpoint])
+        settings = _settings(model, prompter)
         batches = Batches(model, prompter.tokenizer, batch_size)
         for task, length in cells:
             key |= {"task": task.name, "length": length, "fingerprint": _fingerprint(settings, task, sources)}
-            records = []
-            for part in _parts(samples, batches.rows(length)):
-                report(f"{checkpoint}: {task.name} at {length}", done, total)
-                records += _records(part, task, length, seed, prompter, batches, log, key)
-                done += len(part)
+            records, start = [], done
+            try:
+                for part in _parts(samples, batches.rows(length)):
+                    report(f"{checkpoint}: {task.name} at {length}", done, total)
+                    records += _records(part, task, length, seed, prompter, batches, log, key)
+                    done += len(part)
+            except NoRoomError as error:
+                not_run.append({"task": task.name, "length": length, "why": f"{checkpoint}: {error}"})
+                done = start + samples
+                continue
             results.append(summarise(records) | {"bos": bool(prompter.bos)})
             by_task = scores.setdefault((checkpoint, method, length), {})
             by_task[task.name] = [record["score"] for record in records]
         notes += [f"{checkpoint}: {note}" for note in batches.notes]
         del model, batches
     report("done", total, total)
-    if len(set(tokenizers.values())) > 1:
+    if not results:
+        raise OptionError(not_run[-1]["why"])
+    if len(prompters) > 1:
         notes.append("The tokenizers differ: each checkpoint has prompts sized by its own.")
     table: dict[str, Any] = {
         "kind": "ruler",
@@ -203,12 +213,12 @@ def _record(sample: Sample, answer: Answer, metric: Metric) -> dict[str, Any]:
     }
 
 
-def _settings(model: PreTrainedModel, prompter: Prompter, tokenizer: str) -> dict[str, Any]:
+def _settings(model: PreTrainedModel, prompter: Prompter) -> dict[str, Any]:
     """All that answers depend on, but for the task and its data."""
     return {
         "revision": _REVISION,
         "weights": weights_fingerprint(model),
-        "tokenizer": tokenizer,
+        "tokenizer": tokenizer_fingerprint(prompter.tokenizer),
         "template": prompter.tokenizer.chat_template if prompter.chat_template else None,
         "flavour": asdict(prompter.flavour),
         "wording": asdict(load_wording(prompter.flavour.nvidia_wording)),

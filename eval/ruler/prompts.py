@@ -15,6 +15,7 @@ from ropex.eval.ruler.sources import Sources
 _ROUNDS = 6  # the whole prompt is tokenised once a round; a round corrects the one before, two are the rule
 _FULL = 0.985  # of the room: a prompt that fills as much is not made longer
 _NEAR = 1 / 256  # of the room: how close to it the search by counts has to come
+_SURELY = 1.1  # times the tokens counted: a prompt is not longer than that
 _SECANTS = 8  # probes before the search halves instead
 
 
@@ -154,16 +155,23 @@ def require_room(task: Task, length: int, prompter: Prompter, seed: int, samples
     Questions come with documents of their own, so each sample of those tasks is looked at.
     """
     for index in range(samples if task.metric == "part" else 1):
-        needed = shortest_length(task, prompter.request(task, length, seed, index), prompter)
+        request = prompter.request(task, length, seed, index)
+        pieces = _shortest(task, request, prompter)
+        if _SURELY * (prompter.blocks.count(pieces) + len(prompter.bos)) + task.tokens_to_generate <= length:
+            continue
+        needed = shortest_length(task, request, prompter)
         if needed > length:
             raise too_short(task.name, length, needed)
 
 
 def shortest_length(task: Task, request: Request, prompter: Prompter) -> int:
     """Tokens that the shortest prompt of that request takes, with those to generate."""
-    draft = task.draft(task.bounds(request)[0], request)
-    (ids,) = prompter.encode([prompter.render(draft)])
+    (ids,) = prompter.encode([_shortest(task, request, prompter)])
     return len(ids) + task.tokens_to_generate
+
+
+def _shortest(task: Task, request: Request, prompter: Prompter) -> list[str]:
+    return prompter.render(task.draft(task.bounds(request)[0], request))
 
 
 def _largest(size: Callable[[int], float], room: float, low: int, high: int) -> int:

@@ -1,6 +1,10 @@
 """qa_1 and qa_2: a question after documents, of which some hold its answer."""
 
+import itertools
+import random
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain, islice
 from typing import Literal
 
 from ropex.eval.ruler.draft import Draft, Request, Task
@@ -36,9 +40,8 @@ def _draft(source: str, units: int, request: Request) -> Draft:
     """`units` documents in an order of the sample's own: the question's, those about the same, then any others."""
     library, question = _ask(source, request)
     wording = request.wording
-    chosen = request.keep("documents", lambda: _chosen(library, question, request))
-    while units > len(chosen):
-        chosen += _shuffled(list(range(len(library.documents))), request, f"again {len(chosen)}")
+    chosen, more = request.keep("documents", lambda: _start(library, question, request))
+    chosen += islice(more, max(0, units - len(chosen)))
     order = _shuffled(chosen[:units], request, "order")
     head, tail = wording.qa_template.split("{context}")
     pieces = [head]
@@ -56,10 +59,23 @@ def _draft(source: str, units: int, request: Request) -> Draft:
     )
 
 
-def _chosen(library: Library, question: Question, request: Request) -> list[int]:
-    near = [*question.context, *_shuffled(question.more, request, "more")]
-    others = sorted(set(range(len(library.documents))) - set(near))
-    return near + _shuffled(others, request, "others")
+def _start(library: Library, question: Question, request: Request) -> tuple[list[int], Iterator[int]]:
+    """The question's documents, and without end those that come after them."""
+    near = _shuffled(question.more, request, "more")
+    known = {*question.context, *near}
+    count = len(library.documents)
+    others = (i for i in _drawn(count, request.rng("others")) if i not in known)
+    again = (i for times in itertools.count() for i in _drawn(count, request.rng(f"again {times}")))
+    return list(question.context), chain(near, others, again)
+
+
+def _drawn(count: int, rng: random.Random) -> Iterator[int]:
+    """The numbers below `count` in an order drawn as far as it is read (Fisher and Yates's)."""
+    moved: dict[int, int] = {}
+    for i in range(count):
+        j = rng.randrange(i, count)
+        yield moved.get(j, j)
+        moved[j] = moved.get(i, i)
 
 
 def _shuffled(numbers: list[int], request: Request, purpose: str) -> list[int]:

@@ -85,7 +85,7 @@ def test_the_table_puts_checkpoints_side_by_side(ruler: Ruler) -> None:
     (head,) = [line for line in out.splitlines() if "task" in line]
     assert head.split() == ["task", *["nano", "(rope)", "nano@yarn:8", "(yarn)"] * 2]
     assert "mean of 1" in out
-    assert "effective length of nano@yarn:8" in out
+    assert "nano@yarn:8: effective length (mean of at least 85.6) none of these; prompts with BOS" in out
     assert "not run: niah_single_2: no essays here" in err
 
 

@@ -236,6 +236,9 @@ def test_batches_are_halved_where_memory_runs_out(
     assert sizes == [4, 2, 2, 2, 2, 4, 4]
     assert len(reader) == 16
     assert "memory ran out at 1024 with batches of 4" in table["note"]
+    table = evaluate_ruler([checkpoint], ["fwe"], [512, 4096], samples=8)
+    assert [row["length"] for row in table["results"]] == [512]
+    assert "memory ran out at a prompt of 4096 tokens" in table["not_run"][0]["why"]
     with pytest.raises(OptionError, match="prompt of 4096 tokens") as caught:
         evaluate_ruler([checkpoint], ["fwe"], [4096], samples=8)
     assert "\n" not in str(caught.value)
