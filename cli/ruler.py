@@ -20,7 +20,7 @@ def ruler(
     flavour: Annotated[str, typer.Option(help="The rules: nvidia or lm-eval.")] = "nvidia",
     chat_template: Annotated[bool, typer.Option("--chat-template", help="Wrap prompts in the chat template.")] = False,
     essays: Annotated[
-        str | None, typer.Option(metavar="PATH|pg", help="Text for six needle tasks. \\[default: pg, of the cache]")
+        str | None, typer.Option(metavar="PATH|pg", help="Text for five needle tasks. \\[default: pg, of the cache]")
     ] = None,
     squad: Annotated[Path | None, typer.Option(help="dev-v2.0.json for qa_1. \\[default: of the cache]")] = None,
     hotpot: Annotated[
