@@ -1,9 +1,10 @@
 """Token ids of a text that is given in pieces, without tokenising again what was seen before.
 
-The ids of a piece depend on what stands before it. Where the tokenizer cuts a text before it merges (its
-pre-tokenizer), the piece just before is enough: `ids(abc) = ids(a) + rest(a, b) + rest(b, c)`, where rest(a, b) is what
-ids(ab) has after ids(a), white space at the end of a aside. Two neighbours whose ids do not come apart in this way make
-the whole text be tokenised.
+A piece's ids depend on its neighbours, and on no more than these: `ids(abc) = ids(a) + rest(a, b) + rest(b, c)`, where
+rest(a, b) is what ids(ab) has after ids(a). Where the tokenizer cuts a text into words first, that is so at every cut;
+white space at a piece's end may be cut otherwise before another piece, so its last ids may change. Byte-pair merges are
+made in the order of their ranks, so one that joins two pieces, if there is one, shows in these two alone: where all the
+pairs come apart, the text does. Two neighbours that do not come apart make the whole text be tokenised.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ _WORTH = 0.5  # share of a text that neighbours never met may make up: beyond it
 _CALL = 32  # characters: what tokenising one more string costs beside its own
 _CHANGED = 2  # last ids of a piece that the next piece may change
 _ANCHOR = "\n"
+_PROBE = "One of the words. Two\nThree 12345"
 
 
 class Blocks:
@@ -26,8 +28,10 @@ class Blocks:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._fast: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-        self._apart = self._fast is not None and self._fast.pre_tokenizer is not None
+        self._fast = _backend(tokenizer)
+        cuts = self._fast is not None and _cuts(self._fast)
+        self._apart = cuts or (self._fast is not None and type(self._fast.model).__name__ == "BPE")
+        self._changed = _CHANGED if cuts else 0
         self._counts: dict[str, int] = {}
         self._alone: dict[str, list[int]] = {}
         self._rest: dict[tuple[str, str], tuple[int, list[int]] | None] = {}
@@ -95,6 +99,20 @@ class Blocks:
         for (a, b), ids in zip(pairs, self.encode([a + b for a, b in pairs]), strict=True):
             self._size += len(ids)
             alone = self._alone[a]
-            changed = next((n for n in range(_CHANGED + 1) if ids[: len(alone) - n] == alone[: len(alone) - n]), None)
+            changed = next(
+                (n for n in range(self._changed + 1) if ids[: len(alone) - n] == alone[: len(alone) - n]), None
+            )
             ok = changed is not None and changed < len(alone)
             self._rest[a, b] = (changed, ids[len(alone) - changed :]) if ok and changed is not None else None
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The tokenizer's core in Rust if there is one that gives the same ids."""
+    core: Any = getattr(tokenizer, "backend_tokenizer", None) if tokenizer.is_fast else None
+    same = core is not None and core.encode(_PROBE, add_special_tokens=False).ids == encode(tokenizer, _PROBE)
+    return core if same else None
+
+
+def _cuts(core: Any) -> bool:
+    """Whether a text is cut into words before anything else."""
+    return core.pre_tokenizer is not None and len(core.pre_tokenizer.pre_tokenize_str(_PROBE)) > 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ropex.errors import RopexError
@@ -40,11 +40,12 @@ def corpus() -> list[str]:
 
 @cache
 def make_tokenizer(
-    *, bos: bool = False, chat: bool = False, metaspace: bool = False, size: int = VOCABULARY
+    *, bos: bool = False, chat: bool = False, metaspace: bool = False, uncut: bool = False, size: int = VOCABULARY
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE, or one whose words start with a mark put before the text too (as Llama 2's do).
 
-    With a BOS that it adds, and a chat template that writes one, if asked.
+    uncut: the latter, without cutting the text into words first. With a BOS that it adds, and a chat template that
+    writes one, if asked.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = (
@@ -52,11 +53,14 @@ def make_tokenizer(
         if metaspace
         else pre_tokenizers.ByteLevel(add_prefix_space=False)
     )
-    core.decoder = decoders.Metaspace() if metaspace else decoders.ByteLevel()
+    if uncut:
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        core.pre_tokenizer = None
+    core.decoder = decoders.Metaspace() if metaspace or uncut else decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=["<s>", "</s>"],
-        initial_alphabet=[*string.printable] if metaspace else pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=[*string.printable] if metaspace or uncut else pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     core.train_from_iterator(corpus(), trainer)

@@ -24,6 +24,7 @@ TOKENIZERS = [
     {"chat": True},
     {"bos": True, "chat": True},
     {"metaspace": True},
+    {"uncut": True},
     {"size": 300},
 ]
 
@@ -44,13 +45,13 @@ def test_prompt_and_answer_fill_the_length_and_never_exceed_it(
 ) -> None:
     """RX-41. Documents are put in whole, so a prompt of few documents may leave more room."""
     made = prompter(tokenizers(**kind), chat=kind.get("chat", False))
-    for length in (2048, 4096, 9000):
+    for length in (2048, 5000):
         try:
-            require_room(TASKS[task], length, made, 0, 3)
+            require_room(TASKS[task], length, made, 0, 2)
         except OptionError:
             assert length < 4096 or (task == "cwe" and "size" in kind)
             continue
-        for got in make_samples(TASKS[task], length, made, 0, range(3)):
+        for got in make_samples(TASKS[task], length, made, 0, range(2)):
             used = len(got.input_ids) + TASKS[task].tokens_to_generate
             assert (0.7 if task.startswith("qa") and length < 4096 else 0.9) * length <= used <= length
             assert got.fill == used / length
@@ -71,7 +72,7 @@ def test_the_ids_are_those_of_the_whole_text(
     for one in got:
         ids = encode(made.tokenizer, one.text)
         assert one.input_ids == (ids if ids[: len(made.bos)] == made.bos else [*made.bos, *ids])
-        if "metaspace" not in kind and "size" not in kind:
+        if not {"metaspace", "uncut", "size"} & set(kind):
             assert made.tokenizer.decode(ids) == one.text
 
 
