@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import length, lengths, print_json, progress, stdout, table
+from ropex.cli.common import goes_on, length, lengths, print_json, progress, stdout, table
 from ropex.cli.everything import everything
 from ropex.cli.needle import needle
 from ropex.cli.ruler import ruler
@@ -65,6 +65,8 @@ def nll(
             checkpoints, data, sizes, dtype=dtype, buckets=buckets, windows=windows, documents=documents, stride=step,
             out=out, progress=listener,
         )  # fmt: skip
+    if not goes_on():
+        return
     if as_json:
         print_json(report)
     else:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import lengths, print_json, progress, stdout, table
+from ropex.cli.common import goes_on, lengths, print_json, progress, stdout, table
 
 
 def needle(
@@ -47,6 +47,8 @@ def needle(
             checkpoints, sizes, depths=depths, samples=samples, style=style, data=data or (), seed=seed, dtype=dtype,
             out=out, progress=listener,
         )  # fmt: skip
+    if not goes_on():
+        return
     if as_json:
         print_json(report)
     else:

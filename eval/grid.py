@@ -26,6 +26,7 @@ from ropex.eval.models import (
 from ropex.eval.needle import DIGITS, KEYS, Haystack, encode_lines, query, statement, stretch, weave
 from ropex.eval.pieces import hidden_states, in_pieces
 from ropex.eval.progress import Progress, silent
+from ropex.eval.share import gather, processes
 from ropex.head import scale_logits
 from ropex.text import read_all
 
@@ -78,7 +79,8 @@ def evaluate_needle(
     "native_window"}], "settings"}. Errors: OptionError, DataError.
     """
     _check(checkpoints, lengths, depths, samples, style)
-    report = progress or silent
+    everyone = processes()
+    report = progress if progress and everyone.is_main_process else silent
     text = "\n".join(d.text for d in read_all(data)) if data else _shipped()
     log = Log(out, CELLS, KEY)
     at = [round(i / max(1, depths - 1), 4) for i in range(depths)]
@@ -103,10 +105,9 @@ def evaluate_needle(
                 }  # fmt: skip
                 row = log.get(cell)
                 if row is None:
-                    drawn = [
-                        make_sample(tokenizer, haystack, length, depth, i, seed, STYLES[style]) for i in range(samples)
-                    ]
-                    row = cell | {"found": sum(found(model, *sample) for sample in drawn)}
+                    mine = range(everyone.process_index, samples, everyone.num_processes)
+                    drawn = [make_sample(tokenizer, haystack, length, depth, i, seed, STYLES[style]) for i in mine]
+                    row = cell | {"found": sum(gather(sum(found(model, *sample) for sample in drawn)))}
                     log.add(row)
                 accuracy[-1].append(row["found"] / samples)
                 done += 1

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ropex.errors import OptionError, first_line
+from ropex.eval.share import processes
 
 _RESAMPLES = 1000  # for standard errors of what is no mean; those of means are exact
 _SEED = 1234  # of the examples before a question, as lm-eval's command line sets it
@@ -133,11 +134,6 @@ def run(
                 }
             )
     return rows
-
-
-def processes() -> PartialState:
-    """This process, or what `accelerate launch` and torchrun started."""
-    return PartialState(cpu=not torch.cuda.is_available())
 
 
 class _Counter:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ropex.errors import OutputError
+from ropex.eval.share import processes
 
 REPORT = "report.json"
 
@@ -15,7 +16,7 @@ class Log:
     folder, in memory only.
 
     file: its name in the folder. key: names of the values that tell records apart. A last line cut off by a crash is
-    dropped. Raises OutputError for a folder with other things in it.
+    dropped. Of several processes all read and the first writes. Errors: OutputError for a folder with other things in it.
     """
 
     def __init__(self, folder: Path | None, file: str, key: tuple[str, ...]) -> None:
@@ -31,6 +32,7 @@ class Log:
             self._load(self.path)
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise OutputError(f"{self.folder} holds other things and no {file}: name an empty or a new folder")
+        processes().wait_for_everyone()  # all have read what is there before any adds to it
 
     def get(self, key: dict[str, Any]) -> dict[str, Any] | None:
         """The record under the key's values, or None."""
@@ -39,7 +41,7 @@ class Log:
     def add(self, record: dict[str, Any]) -> None:
         """Keep the record, on disk before the call returns."""
         self._records[self._values(record)] = record
-        if self.folder is None:
+        if self.folder is None or not processes().is_main_process:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +54,7 @@ class Log:
 
     def finish(self, report: dict[str, Any]) -> None:
         """Write report.json beside the records, whole or not at all, over an earlier one."""
-        if self.folder is None:
+        if self.folder is None or not processes().is_main_process:
             return
         path, part = self.folder / REPORT, self.folder / f".{REPORT}-{os.getpid()}"
         try:
@@ -81,7 +83,8 @@ class Log:
         if len(whole) < len(data):
             if not self._records and data.strip()[:1] != b"{":
                 raise OutputError(f"{path} is no log of an earlier run: name another folder")
-            os.truncate(path, len(whole))
+            if processes().is_main_process:
+                os.truncate(path, len(whole))
 
     def _values(self, record: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(record[name] for name in self.key)

@@ -30,6 +30,7 @@ from ropex.eval.models import (
 )
 from ropex.eval.pieces import hidden_states, in_pieces
 from ropex.eval.progress import Progress, silent
+from ropex.eval.share import gather, processes
 from ropex.head import scale_logits
 from ropex.text import Document, read, read_all, sources
 
@@ -87,7 +88,7 @@ def evaluate_nll(
     DataError where no document reaches a length, OptionError where the tokenizers differ.
     """
     _check_options(checkpoints, lengths, buckets, bucket_width, windows, documents, stride)
-    report = progress or silent
+    report = progress if progress and processes().is_main_process else silent
     texts = _read(data, documents, 2 if stride else max(lengths), checkpoints[0])
     tokens, bos = _tokenise(checkpoints, texts)
     cuts = {length: cut_windows(tokens, length, bos, windows, stride) for length in dict.fromkeys(lengths)}
@@ -143,9 +144,12 @@ def _measure(
     """One checkpoint at one length, as a row of the results."""
     sums = torch.zeros(length, dtype=torch.float64)
     counts = torch.zeros(length, dtype=torch.int64)
-    by_document: dict[int, list[float]] = {}
+    totals = torch.zeros(len(documents), 2, dtype=torch.float64)  # of each document: nats and tokens
+    everyone = processes()
     for done, window in enumerate(cut):
         step(done)
+        if done % everyone.num_processes != everyone.process_index:
+            continue
         ids = torch.tensor([window.ids], device=model.device)
         losses = token_nll(model, ids)[0, window.first - 1 :].double().cpu()
         if not torch.isfinite(losses).all():
@@ -155,15 +159,13 @@ def _measure(
             )
         sums[window.first : len(window.ids)] += losses
         counts[window.first : len(window.ids)] += 1
-        of_document = by_document.setdefault(window.document, [0.0, 0])
-        of_document[0] += float(losses.sum())
-        of_document[1] += len(losses)
+        totals[window.document] += torch.tensor([float(losses.sum()), len(losses)])
+    sums, counts, totals = (torch.stack(parts).sum(0) for parts in zip(*gather((sums, counts, totals)), strict=True))
+    scored = [(d, nll / count, int(count)) for d, (nll, count) in enumerate(totals.tolist()) if count]
     return summarise(sums, counts, edges) | {
         "windows": len(cut),
-        "documents": [
-            {"name": documents[d].name, "nll": nll / count, "tokens": count} for d, (nll, count) in by_document.items()
-        ],
-        "documents_left_out": len(documents) - len(by_document),
+        "documents": [{"name": documents[d].name, "nll": nll, "tokens": count} for d, nll, count in scored],
+        "documents_left_out": len(documents) - len(scored),
         "native_window": native_window(model),
     }
 

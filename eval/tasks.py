@@ -13,10 +13,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ropex.errors import DataError, OptionError, first_line
-from ropex.eval.harness import Loaded, load_tasks, processes, run
+from ropex.eval.harness import Loaded, load_tasks, run
 from ropex.eval.log import Log
 from ropex.eval.models import load_model, load_tokenizer, method_of, tokenizer_fingerprint, weights_fingerprint
 from ropex.eval.progress import Progress, silent
+from ropex.eval.share import processes
 
 CELLS, KEY = "cells.jsonl", ("checkpoint", "method", "asked", "fingerprint")
 _BATCH = 8
@@ -78,7 +79,6 @@ def evaluate_tasks(
     everyone = processes()
     report = progress if progress and everyone.is_main_process else silent
     log = Log(out, CELLS, KEY)
-    everyone.wait_for_everyone()  # all have read what is there before any adds to it
     report("loading tasks", 0, len(names))
     loaded, failed = load_tasks(names, include_path, limit, num_fewshot)
     not_run: list[dict[str, Any]] = [{"task": name, "checkpoint": None, "why": why} for name, why in failed.items()]
@@ -113,8 +113,7 @@ def evaluate_tasks(
                     not_run.append({"task": name, "checkpoint": checkpoint, "why": why})
                 else:
                     cell = key | {"rows": rows}
-                    if everyone.is_main_process:
-                        log.add(cell)
+                    log.add(cell)
                     if fitting < rows_at_once:
                         notes.append(f"{checkpoint}: memory ran out, so {fitting} inputs at a time from {name} on.")
                     rows_at_once = fitting
@@ -140,8 +139,7 @@ def evaluate_tasks(
     }
     if notes := notes + _cut(results):
         table["note"] = " ".join(notes)
-    if everyone.is_main_process:
-        log.finish(table)
+    log.finish(table)
     return table
 
 

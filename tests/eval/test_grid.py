@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import in_two
 from transformers import LlamaForCausalLM
 
 from ropex.errors import OptionError
@@ -13,6 +14,7 @@ from ropex.eval import grid, pieces
 from ropex.eval.grid import STYLES, evaluate_needle, found, make_sample
 from ropex.eval.models import load_tokenizer
 from ropex.eval.needle import encode_lines
+from ropex.eval.nll import evaluate_nll
 from ropex.eval.plot import plot_needle
 
 TEXT = "".join(f"Line {i} says something of no importance at all.\n" for i in range(60))
@@ -95,6 +97,39 @@ def test_nano_finds_needles_inside_its_window_and_loses_them_far_beyond(tmp_path
     assert len(asked) == 5 * 4
     plot_needle(whole, tmp_path / "n.png")
     assert (tmp_path / "n.png").stat().st_size > 5000
+
+
+BOTH = """
+import json, sys
+from pathlib import Path
+from accelerate import PartialState
+from ropex.eval.grid import evaluate_needle
+from ropex.eval.nll import evaluate_nll
+src, out, words = json.loads(sys.argv[1])
+report = [
+    evaluate_nll(["nano", "nano@yarn:4"], [words["text"]], [300], windows=5, out=Path(out) / "nll"),
+    evaluate_needle(["nano"], [192, 400], depths=2, samples=3, style="lines", out=Path(out) / "needle"),
+]
+json.dump(report, open(f"{out}-{PartialState().process_index}.json", "w"))
+PartialState().destroy_process_group()
+"""
+
+
+def test_two_processes_share_windows_and_needles_and_say_the_same(tmp_path: Path) -> None:
+    text = Path(__file__).parents[2] / "demo" / "text" / "dev.txt"
+    nll = evaluate_nll(["nano", "nano@yarn:4"], [text], [300], windows=5)
+    needle = evaluate_needle(["nano"], [192, 400], depths=2, samples=3, style="lines")
+    for _ in range(2):  # the second takes it all from the folders
+        in_two(Path("nano"), tmp_path / "two", {"text": str(text)}, BOTH)
+        first, second = (json.loads((tmp_path / f"two-{i}.json").read_text()) for i in range(2))
+        assert first == second
+        assert first[0] == json.loads((tmp_path / "two" / "nll" / "report.json").read_text())
+        assert first[1] == needle
+        for mine, theirs in zip(nll["results"], first[0]["results"], strict=True):
+            assert theirs["mean"] == pytest.approx(mine["mean"], rel=1e-9)
+            assert [d["tokens"] for d in theirs["documents"]] == [d["tokens"] for d in mine["documents"]]
+            assert [b["nll"] for b in theirs["buckets"]] == pytest.approx([b["nll"] for b in mine["buckets"]], rel=1e-9)
+    assert len((tmp_path / "two" / "nll" / "cells.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("wrong", [{"depths": 0}, {"samples": 0}, {"style": "hay"}])
