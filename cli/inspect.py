@@ -1,11 +1,14 @@
 """ropex inspect"""
 
+from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import note, print_json, stdout, table
+from ropex.cli.common import lengths, note, print_json, progress, settings, stdout, table
+
+_PROBE = "What the heads do (with --probe or --against)"
 
 
 def inspect(
@@ -19,15 +22,69 @@ def inspect(
     head_norms: Annotated[
         bool, typer.Option("--head-norms", help="Also read q and k, and give the norm of every head's rows.")
     ] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Run it on a text and see what each head does.")] = False,
+    against: Annotated[
+        str | None, typer.Option(help="Probe this checkpoint too: CKPT before, this one after.", rich_help_panel=_PROBE)
+    ] = None,
+    revert_heads: Annotated[
+        bool,
+        typer.Option(
+            "--revert-heads",
+            help="Put one head's learned frequencies or scale back at a time: what does each cost, in NLL?",
+            rich_help_panel=_PROBE,
+        ),
+    ] = False,
+    data: Annotated[list[str] | None, typer.Option(help="The text, as for eval nll.", rich_help_panel=_PROBE)] = None,
+    at: Annotated[str, typer.Option("--lengths", help="Context lengths.", rich_help_panel=_PROBE)] = "1k,4k",
+    queries: Annotated[int, typer.Option(help="Query positions measured a window.", rich_help_panel=_PROBE)] = 256,
+    windows: Annotated[int, typer.Option(help="Windows of text at each length.", rich_help_panel=_PROBE)] = 1,
+    needles: Annotated[int, typer.Option(help="Planted needles at each length.", rich_help_panel=_PROBE)] = 4,
+    style: Annotated[
+        str, typer.Option(help="Of the needles: passkey, or lines, which nano learned.", rich_help_panel=_PROBE)
+    ] = "passkey",
+    thresholds: Annotated[
+        list[str] | None,
+        typer.Option("--threshold", help="Where a class begins, such as sink=0.4.", rich_help_panel=_PROBE),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute in float32, bfloat16 or float16.", rich_help_panel=_PROBE)
+    ] = None,
+    known: Annotated[
+        Path | None,
+        typer.Option(help="Known heads to mark in the figures: JSON scores, or a TSV.", rich_help_panel=_PROBE),
+    ] = None,
+    scores: Annotated[
+        Path | None, typer.Option(help="Write retrieval scores into this .json.", rich_help_panel=_PROBE)
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page of figures.", rich_help_panel=_PROBE)] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw every figure into this folder.", rich_help_panel=_PROBE)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Say what a checkpoint's heads are and how they rotate. Reads headers only.
+    """Say what a checkpoint's heads are and how they rotate. Reads headers only, unless told to probe.
 
     [bold]Examples[/bold]
       ropex inspect nano
       ropex inspect ./SmolLM2-135M --json
       ropex inspect ./converted-by-someone --check-pairing
+      ropex inspect ./SmolLM2-135M --probe --data book.txt --lengths 1k,4k --html heads.html
+      ropex inspect ./SmolLM2-135M --against ./run --data book.txt --lengths 4k,16k
     """
+    if probe or against or revert_heads:
+        if not data:
+            raise typer.BadParameter(
+                "heads are probed on a text: give one, such as --data book.txt", param_hint="--data"
+            )
+        if revert_heads and (probe or against):
+            raise typer.BadParameter("--revert-heads stands by itself: leave --probe and --against out")
+        sizes = lengths(at)
+        if revert_heads:
+            _revert(checkpoint, data, sizes[-1], windows, dtype, as_json)
+            return
+        asked = {"queries": queries, "windows": windows, "needles": needles, "style": style, "dtype": dtype}
+        _probe(checkpoint, against, data, sizes, settings(thresholds or []), asked, (known, scores, html, png), as_json)
+        return
     from ropex.convert.inspect import inspect as read
 
     facts = read(checkpoint)
@@ -70,6 +127,58 @@ def inspect(
         console.print(_verdict(check))
     for remark in facts["notes"]:
         note(remark)
+
+
+def _probe(
+    checkpoint: str,
+    against: str | None,
+    data: list[str],
+    sizes: list[int],
+    limits: dict[str, Any],
+    asked: dict[str, Any],
+    files: tuple[Path | None, Path | None, Path | None, Path | None],
+    as_json: bool,
+) -> None:
+    from ropex.cli.heads import show_compared, show_heads
+    from ropex.eval.heads.classes import thresholds
+    from ropex.eval.heads.compare import compare_heads
+    from ropex.eval.heads.page import check_files, write_page, write_pictures
+    from ropex.eval.heads.probe import evaluate_heads
+    from ropex.eval.heads.scores import read_scores, write_scores
+
+    known, scores, html, png = files
+    check_files(html, png)
+    asked["thresholds"] = thresholds(limits)
+    with progress() as listener:
+        if against:
+            report = compare_heads(checkpoint, against, data, sizes, **asked, progress=listener)
+        else:
+            report = evaluate_heads(checkpoint, data, sizes, **asked, progress=listener)
+    after = report["after"] if against else report
+    if known:
+        after["known"] = read_scores(known, after["heads"])
+    if scores:
+        write_scores(after["heads"], scores)
+    if html:
+        write_page(report, html)
+    if png:
+        write_pictures(report, png)
+    if as_json:
+        print_json(report)
+    else:
+        (show_compared if against else show_heads)(report)
+
+
+def _revert(checkpoint: str, data: list[str], length: int, windows: int, dtype: str | None, as_json: bool) -> None:
+    from ropex.cli.heads import show_reverted
+    from ropex.eval.heads.revert import revert_heads
+
+    with progress() as listener:
+        report = revert_heads(checkpoint, data, length, windows=windows, dtype=dtype, progress=listener)
+    if as_json:
+        print_json(report)
+    else:
+        show_reverted(report)
 
 
 def _verdict(check: dict) -> str:

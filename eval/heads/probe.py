@@ -113,7 +113,7 @@ def probe(
         described = _layer(records, needles, layer)
         groups = len(described) // len(theta[layer])
         for number, head in enumerate(described):
-            head |= {"layer": layer, "head": number, "class": classify(head, thresholds)}
+            head |= {"layer": layer, "head": number, "class": classify(head, thresholds, window)}
             head["criteria"] = criteria(theta[layer][number // groups], window)
             if layer in learned:
                 head["adarope"] = learned[layer][number]

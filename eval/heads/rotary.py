@@ -31,7 +31,7 @@ def tables(model: PreTrainedModel) -> dict[int, Tensor]:
             theta = table("rope", own, {}).theta
             for layer in own.turning:
                 out[layer] = _padded(theta[None], rope.head_dim)
-    for layer, rotary in _rotaries(model).items():
+    for layer, rotary in rotaries_by_layer(model).items():
         out[layer] = _padded(rotary.theta().float().cpu(), rope.head_dim)
     return out
 
@@ -44,7 +44,7 @@ def facts(model: PreTrainedModel, lengths: list[int]) -> dict[int, list[dict[str
         return {}
     at = torch.tensor([lengths]) - 1
     out = {}
-    for layer, rotary in _rotaries(model).items():
+    for layer, rotary in rotaries_by_layer(model).items():
         ratio = rotary.delta.float().exp().cpu()
         ratio = ratio.repeat_interleave(rope.heads // len(ratio), 0)
         scale = rotary.scale(at.to(rotary.tau.device))[0].cpu().expand(rope.heads, -1)
@@ -65,7 +65,7 @@ def _spec(model: PreTrainedModel) -> Any:
     return getattr(model, "ropex_spec", None)
 
 
-def _rotaries(model: PreTrainedModel) -> dict[int, Any]:
+def rotaries_by_layer(model: PreTrainedModel) -> dict[int, Any]:
     """The AdaRotary of each converted layer, by its number."""
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "adarope") and hasattr(m, "layer_idx")]
     return {layer.layer_idx: layer.adarope for layer in layers}

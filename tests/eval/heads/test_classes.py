@@ -88,14 +88,19 @@ def test_without_needles_a_head_that_finds_them_passes_for_one_that_averages():
 
 
 def test_thresholds_are_to_be_set():
-    head = {"e2": {"64": 9.0, "256": 20.0}, "growth": 0.6} | {
-        name: {"64": 0.2, "256": 0.2} for name in ("sink", "local", "previous")
-    }
+    head = {"e2": {"64": 9.0, "256": 20.0}} | {name: {"64": 0.2, "256": 0.2} for name in ("sink", "local", "previous")}
     assert classify(head) == "global"
     assert classify(head, Thresholds(sink=0.1)) == "sink"
     assert classify(head, Thresholds(local=0.1, sink=0.1)) == "local"
     assert classify(head, Thresholds(global_e2=30)) == "mixed"
-    assert classify(head | {"growth": None}) == "mixed"
+    assert classify(head | {"e2": {"256": 20.0}}) == "mixed"  # of one length nobody knows how it grows
+
+
+def test_a_head_is_judged_where_its_model_was_trained():
+    head = {"e2": {"64": 9.0, "128": 9.5, "256": 200.0}, "sink": {"64": 0.1, "128": 0.1, "256": 0.1}}
+    head |= {"local": {"64": 0.6, "128": 0.6, "256": 0.1}, "previous": {"64": 0.1, "128": 0.1, "256": 0.1}}
+    assert classify(head, window=128) == "local" and classify(head, window=256) == classify(head) == "global"
+    assert classify(head, window=32) == "global"  # measured beyond it alone
 
 
 @pytest.mark.parametrize("style", ["passkey", "lines"])
