@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ropex.cli.common import fail, lengths, names, print_json, progress, stdout
+from ropex.cli.common import fail, goes_on, lengths, names, print_json, progress, stdout
 
 
 def everything(
@@ -39,6 +39,8 @@ def everything(
             checkpoints, sizes, out, data=data, samples=samples, tasks=names(tasks), limit=limit, essays=essays,
             dtype=dtype, progress=listener,
         )  # fmt: skip
+    if not goes_on():
+        return
     if as_json:
         print_json(made)
     for name, why in made["failed"].items():

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import lengths, names, note, one_of, print_json, progress, stdout, table
+from ropex.cli.common import goes_on, lengths, names, note, one_of, print_json, progress, stdout, table
 
 
 def ruler(
@@ -76,6 +76,8 @@ def ruler(
             out=out,
             progress=listener,
         )
+    if not goes_on():
+        return
     if as_json:
         print_json(report)
     else:

@@ -13,6 +13,7 @@ from ropex.eval.plot import on_a_scale, plot_needle, plot_nll, plot_ruler, plot_
 from ropex.eval.progress import Progress
 from ropex.eval.report import write_report
 from ropex.eval.ruler import evaluate_ruler
+from ropex.eval.share import processes
 from ropex.eval.tasks import evaluate_tasks
 
 PAGE = "report.html"
@@ -59,6 +60,7 @@ def evaluate_all(
             lambda folder: evaluate_tasks(checkpoints, tasks, limit=limit, out=folder, **common),
             plot_tasks,
         )
+    first = processes().is_main_process
     made: dict[str, Any] = {}
     failed: dict[str, RopexError] = {}
     for name, (measure, plot) in kinds.items():
@@ -67,9 +69,10 @@ def evaluate_all(
         except RopexError as error:
             failed[name] = error
             continue
-        if name != "tasks" or any(map(on_a_scale, made[name]["results"])):
+        if first and (name != "tasks" or any(map(on_a_scale, made[name]["results"]))):
             plot(made[name], out / name / f"{name}.png")
     if not made:
         raise next(iter(failed.values()))
-    write_report([out / name for name in made], out / PAGE, overwrite=True)
+    if first:
+        write_report([out / name for name in made], out / PAGE, overwrite=True)
     return made | {"failed": {name: str(error) for name, error in failed.items()}, "page": str(out / PAGE)}

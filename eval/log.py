@@ -16,7 +16,7 @@ class Log:
     folder, in memory only.
 
     file: its name in the folder. key: names of the values that tell records apart. A last line cut off by a crash is
-    dropped. Of several processes all read and the first writes. Errors: OutputError for a folder with other things in it.
+    dropped. All processes read, the first writes. Errors: OutputError for a folder with other things in it.
     """
 
     def __init__(self, folder: Path | None, file: str, key: tuple[str, ...]) -> None:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ropex.eval.ruler.sources import Sources, find_sources
 from ropex.eval.ruler.summary import means, summarise
 from ropex.eval.ruler.tasks import get_tasks
 from ropex.eval.ruler.wording import load_wording
+from ropex.eval.share import gather, processes
 
 ANSWERS = "answers.jsonl"
 _KEY = ("checkpoint", "method", "task", "length", "seed", "index", "fingerprint")
@@ -72,7 +74,8 @@ def evaluate_ruler(
     """
     rules, chosen = get_flavour(flavour), get_tasks(tasks)
     _check_options(checkpoints, chosen, lengths, samples, batch_size)
-    report = progress or silent
+    everyone = processes()
+    report = progress if progress and everyone.is_main_process else silent
     log = Log(out, ANSWERS, _KEY)
     sources, missing = find_sources({task.needs for task in chosen if task.needs}, essays, squad, hotpot)
     prompters: dict[str, Prompter] = {}  # by tokenizer
@@ -98,10 +101,14 @@ def evaluate_ruler(
             key |= {"task": task.name, "length": length, "fingerprint": _fingerprint(settings, task, sources)}
             records, start = [], done
             try:
-                for part in _parts(samples, batches.rows(length)):
+                for parts in _turns(samples, batches.rows(length), everyone.num_processes):
                     report(f"{checkpoint}: {task.name} at {length}", done, total)
-                    records += _records(part, task, length, seed, prompter, batches, log, key)
-                    done += len(part)
+                    mine = parts[everyone.process_index]
+                    for record in _shared(partial(_records, mine, task, length, seed, prompter, batches, log, key)):
+                        if log.get(record) is None:
+                            log.add(record)
+                        records.append(record)
+                        done += 1
             except NoRoomError as error:
                 not_run.append({"task": task.name, "length": length, "why": f"{checkpoint}: {error}"})
                 done = start + samples
@@ -109,7 +116,7 @@ def evaluate_ruler(
             results.append(summarise(records) | {"bos": bool(prompter.bos)})
             by_task = scores.setdefault((checkpoint, method, length), {})
             by_task[task.name] = [record["score"] for record in records]
-        notes += [f"{checkpoint}: {note}" for note in batches.notes]
+        notes += [f"{checkpoint}: {note}" for told in gather(batches.notes) for note in told]
         del model, batches
     report("done", total, total)
     if not results:
@@ -166,8 +173,27 @@ def _plan(
     return cells, not_run
 
 
-def _parts(samples: int, rows: int) -> list[range]:
-    return [range(start, min(start + rows, samples)) for start in range(0, samples, rows)]
+def _turns(samples: int, rows: int, processes: int) -> list[list[range]]:
+    """Batches of indices, one for each process a turn; the last turn may leave some without."""
+    step = rows * processes
+    return [
+        [range(min(at + i * rows, samples), min(at + (i + 1) * rows, samples)) for i in range(processes)]
+        for at in range(0, samples, step)
+    ]
+
+
+def _shared(records: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """This process's records and those of the others; where one finds no room, all say so, and none waits for it."""
+    why, mine = None, list[dict[str, Any]]()
+    try:
+        mine = records()
+    except NoRoomError as error:
+        why = str(error)
+    found = gather((mine, why))
+    for _, said in found:
+        if said:
+            raise NoRoomError(said)
+    return [record for made, _ in found for record in made]
 
 
 def _records(
@@ -191,10 +217,7 @@ def _records(
         asks = [Ask(sample.input_ids, sample.references, metric) for sample in drawn]
         answers = batches.answers(asks, length, task.tokens_to_generate)
         for i, (sample, answer) in enumerate(zip(drawn, answers, strict=True)):
-            if known[i] is None:
-                record = key | {"index": sample.index} | _record(sample, answer, metric)
-                known[i] = record
-                log.add(record)
+            known[i] = known[i] or key | {"index": sample.index} | _record(sample, answer, metric)
     return [record for record in known if record is not None]
 
 
