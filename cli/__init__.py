@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ropex.cli import convert, demo, evaluate, export, extend, inspect, report, verify
+from ropex.cli import convert, demo, evaluate, export, extend, inspect, lab, report, verify
 from ropex.cli.common import fail, state
 from ropex.errors import RopexError
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 for module in (inspect, convert, extend, export, report, verify, demo):
     app.command()(getattr(module, module.__name__.rpartition(".")[2]))
 app.add_typer(evaluate.app, name="eval")
+app.add_typer(lab.app, name="lab")
 
 
 def _print_version(wanted: bool) -> None:

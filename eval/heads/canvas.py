@@ -57,11 +57,11 @@ def whole_ticks(axis: Any) -> None:
     axis.set_major_locator(MaxNLocator(7, integer=True))
 
 
-def plain_numbers(axis: Any) -> None:
+def plain_numbers(axis: Any, steps: tuple[int, ...] = (1, 3)) -> None:
     """A logarithmic axis whose ticks read 1, 3, 10, not powers."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axis.set_major_locator(LogLocator(10, (1, 3)))
+    axis.set_major_locator(LogLocator(10, steps))
     axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axis.set_minor_formatter(NullFormatter())
 
