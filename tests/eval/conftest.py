@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ropex.errors import RopexError
@@ -24,6 +24,10 @@ TEMPLATE = (
 )
 
 
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 VOCABULARY = 1500
 
 
@@ -40,12 +44,18 @@ def corpus() -> list[str]:
 
 @cache
 def make_tokenizer(
-    *, bos: bool = False, chat: bool = False, metaspace: bool = False, uncut: bool = False, size: int = VOCABULARY
+    *,
+    bos: bool = False,
+    chat: bool = False,
+    metaspace: bool = False,
+    uncut: bool = False,
+    llama3: bool = False,
+    size: int = VOCABULARY,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE, or one whose words start with a mark put before the text too (as Llama 2's do).
 
-    uncut: the latter, without cutting the text into words first. With a BOS that it adds, and a chat template that
-    writes one, if asked.
+    uncut: the latter, without cutting the text into words first. llama3: words as Llama 3 cuts them. With a BOS that
+    it adds, and a chat template that writes one, if asked.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = (
@@ -56,6 +66,9 @@ def make_tokenizer(
     if uncut:
         core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         core.pre_tokenizer = None
+    if llama3:
+        words = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+        core.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
     core.decoder = decoders.Metaspace() if metaspace or uncut else decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,

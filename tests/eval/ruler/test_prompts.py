@@ -25,6 +25,7 @@ TOKENIZERS = [
     {"bos": True, "chat": True},
     {"metaspace": True},
     {"uncut": True},
+    {"llama3": True},
     {"size": 300},
 ]
 
