@@ -141,13 +141,10 @@ _ORDER = (
 def _read(model: PreTrainedModel, ids: list[int], record: TextRecord | NeedleRecord) -> None:
     """One pass over a row of tokens, in pieces where it is long; its layers are seen by `record`."""
     row = torch.tensor([ids], device=model.device)
-
-    def run(piece: int) -> None:
+    piece = in_pieces(model, len(ids), lambda piece: piece)  # its retries would record a text twice
+    with watched(model, record.see):
         for _ in hidden_states(model, row, piece):
             pass
-
-    with watched(model, record.see):
-        in_pieces(model, len(ids), run)
 
 
 def _layer(records: dict[int, TextRecord], needles: dict[int, NeedleRecord], layer: int) -> list[dict[str, Any]]:

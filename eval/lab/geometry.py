@@ -3,7 +3,8 @@
 RoPE-ID (ICLR 2026) sees a trained model's queries and keys, before rotation, as clouds of rank close to 1. Rotation by
 a token's position keeps every vector's length, so the Frobenius norm of the cloud stays, but spreads it over the
 turning pairs: its first singular value falls by sqrt(2) when one pair holds all of it, by sqrt(D) when D/2 pairs share
-it, and by sqrt(1 / share at rest) where some pairs rest. What falls on beyond the training window is what a model never saw.
+it, and by sqrt(1 / share at rest) where some pairs rest. What falls on beyond the training window is what a model never
+saw.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ from families import tiny
 from torch import Tensor
 
 from ropex import attach
-from ropex.eval.heads.capture import watched
+from ropex.eval.heads.capture import Seen, watched
 from ropex.eval.heads.measures import (
     Cloud,
     criteria,
@@ -206,3 +206,12 @@ def test_watching_leaves_the_model_as_it_was():
         assert torch.equal(model(ids).logits, before)
     assert model.config._attn_implementation == "sdpa"
     assert not any(hasattr(module, "ropex_watch") for module in model.modules())
+
+
+def test_a_long_window_never_has_all_its_weights_at_once():
+    """SmolLM2-135M's heads over 16,384 tokens, by shapes alone: 9.7 GB of logits a layer, 32 MiB at a time."""
+    q, k = torch.empty(9, 16_384, 64, device="meta"), torch.empty(3, 16_384, 64, device="meta")
+    seen = Seen(0, q, k, q, k, None, 0.125, None, 0)
+    blocks = [logits.shape for _, logits in seen.rows(torch.arange(256, device="meta"))]
+    assert all(shape.numel() <= 2**23 and shape[2] == 16_384 for shape in blocks)
+    assert sum(shape[1] for shape in blocks) == 256
