@@ -6,13 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+
+Checkpoints = Annotated[
+    list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
+]
+Dtype = Annotated[str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Out = Annotated[
+    Path | None, typer.Option("-o", "--out", help="Folder for results, report and figure; a stopped run goes on there.")
+]
+Plot = Annotated[Path | None, typer.Option(help="Draw the figure into this .png, .svg or .pdf.")]
 
 
 @dataclass

@@ -1,11 +1,23 @@
 """ropex eval"""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import goes_on, length, lengths, print_json, progress, stdout, table
+from ropex.cli.common import (
+    Checkpoints,
+    Dtype,
+    Json,
+    Out,
+    Plot,
+    goes_on,
+    length,
+    lengths,
+    print_json,
+    progress,
+    stdout,
+    table,
+)
 from ropex.cli.everything import everything
 from ropex.cli.needle import needle
 from ropex.cli.ruler import ruler
@@ -16,12 +28,6 @@ app.command()(needle)
 app.command()(ruler)
 app.command()(tasks)
 app.command("all")(everything)
-
-Checkpoints = Annotated[
-    list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
-]
-Dtype = Annotated[str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @app.command()
@@ -40,11 +46,8 @@ def nll(
         typer.Option(help="Slide the window by so many tokens, scoring the new ones. \\[default: side by side]"),
     ] = None,
     dtype: Dtype = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Keep the results in this folder; a stopped run goes on there."),
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw NLL by position into this .png.")] = None,
+    out: Out = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Token NLL by position bucket, with 95% intervals over documents.

@@ -5,13 +5,11 @@ from typing import Annotated
 
 import typer
 
-from ropex.cli.common import fail, goes_on, lengths, names, print_json, progress, stdout
+from ropex.cli.common import Checkpoints, Dtype, Json, fail, goes_on, lengths, names, print_json, progress, stdout
 
 
 def everything(
-    checkpoints: Annotated[
-        list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
-    ],
+    checkpoints: Checkpoints,
     data: Annotated[list[str], typer.Option(help="Unseen text for NLL: files, folders, Hub datasets, or pg19.")],
     at: Annotated[str, typer.Option("--lengths", help="Lengths in tokens, such as 4k,8k,16k.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for everything; a stopped run goes on there.")],
@@ -21,10 +19,8 @@ def everything(
     essays: Annotated[
         str | None, typer.Option(metavar="PATH|pg", help="Text for six RULER tasks. \\[default: pg, of the cache]")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    dtype: Dtype = None,
+    as_json: Json = False,
 ) -> None:
     """NLL by position, needles, RULER and tasks in one folder, with report.html to look at.
 

@@ -1,17 +1,14 @@
 """ropex eval needle"""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import goes_on, lengths, print_json, progress, stdout, table
+from ropex.cli.common import Checkpoints, Dtype, Json, Out, Plot, goes_on, lengths, print_json, progress, stdout, table
 
 
 def needle(
-    checkpoints: Annotated[
-        list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
-    ],
+    checkpoints: Checkpoints,
     at: Annotated[str, typer.Option("--lengths", help="Lengths of the whole prompt, such as 2k,4k,8k.")],
     depths: Annotated[int, typer.Option(help="How many depths, from the start of the text to its end.")] = 11,
     samples: Annotated[int, typer.Option(help="Of each length and depth.")] = 5,
@@ -20,14 +17,10 @@ def needle(
         list[str] | None, typer.Option(help="Text to hide needles in. \\[default: a play that ships with ropex]")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the keys and the texts.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Keep the results in this folder; a stopped run goes on there.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the heat map into this .png.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    dtype: Dtype = None,
+    out: Out = None,
+    plot: Plot = None,
+    as_json: Json = False,
 ) -> None:
     """Is a pass key found, by how deep it lies and how long the text is?
 

@@ -5,7 +5,21 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import goes_on, lengths, names, note, one_of, print_json, progress, stdout, table
+from ropex.cli.common import (
+    Dtype,
+    Json,
+    Out,
+    Plot,
+    goes_on,
+    lengths,
+    names,
+    note,
+    one_of,
+    print_json,
+    progress,
+    stdout,
+    table,
+)
 
 
 def ruler(
@@ -27,17 +41,13 @@ def ruler(
         Path | None, typer.Option(help="hotpot_dev_distractor_v1.json for qa_2. \\[default: of the cache]")
     ] = None,
     prepare: Annotated[bool, typer.Option("--prepare", help="Fetch what the cache folder lacks, and stop.")] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")
-    ] = None,
+    dtype: Dtype = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Prompts at a time; halved where memory runs out. \\[default: by length]")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Folder for answers, report and figure; a rerun resumes.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the heat map into this .png.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    out: Out = None,
+    plot: Plot = None,
+    as_json: Json = False,
 ) -> None:
     """RULER's 13 long-context tasks; needs lm-eval: pip install lm-eval wonderwords==2.2.0.
 

@@ -5,13 +5,24 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import goes_on, length, names, note, print_json, progress, stdout, table
+from ropex.cli.common import (
+    Checkpoints,
+    Dtype,
+    Json,
+    Out,
+    goes_on,
+    length,
+    names,
+    note,
+    print_json,
+    progress,
+    stdout,
+    table,
+)
 
 
 def tasks(
-    checkpoints: Annotated[
-        list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
-    ],
+    checkpoints: Checkpoints,
     asked: Annotated[
         str, typer.Option("--tasks", help="lm-eval's tasks, groups or tags by commas; nlu and longbench are sets.")
     ] = "nlu",
@@ -25,16 +36,12 @@ def tasks(
     include_path: Annotated[
         Path | None, typer.Option("--include-path", help="Folder with YAML task files of your own.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")
-    ] = None,
+    dtype: Dtype = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Inputs at a time; halved where memory runs out. \\[default: 8]")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Folder for results, report and figure; a rerun resumes.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    out: Out = None,
+    as_json: Json = False,
 ) -> None:
     """Tasks of lm-evaluation-harness, such as ARC or LongBench; needs lm-eval: pip install 'ropex\\[eval]'.
 
