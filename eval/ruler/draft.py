@@ -86,9 +86,13 @@ class Task:
         return max(low, units - (units - start) % step if units >= start else 0)
 
 
-def too_short(task: str, length: int, needed: int) -> OptionError:
+class TooShortError(OptionError):
+    """No prompt of the task fits the length."""
+
+
+def too_short(task: str, length: int, needed: int) -> TooShortError:
     """The error that names the floor."""
-    return OptionError(
+    return TooShortError(
         f"RULER's {task} does not fit length {length}: its shortest prompt there and its answer take "
         f"{max(needed, length + 1)} tokens with this tokenizer; use a longer length"
     )

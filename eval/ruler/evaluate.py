@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from ropex.eval.models import (
     load_tokenizer,
     method_of,
     tokenizer_fingerprint,
+    versions,
     weights_fingerprint,
 )
 from ropex.eval.progress import Progress, silent
 from ropex.eval.ruler.batches import Batches, NoRoomError
-from ropex.eval.ruler.draft import Task
+from ropex.eval.ruler.draft import Task, TooShortError
 from ropex.eval.ruler.flavours import get_flavour
 from ropex.eval.ruler.generate import Answer, Ask
 from ropex.eval.ruler.prompts import Prompter, Sample, make_samples, require_room
@@ -109,7 +109,7 @@ def evaluate_ruler(
                             log.add(record)
                         records.append(record)
                         done += 1
-            except NoRoomError as error:
+            except (NoRoomError, TooShortError) as error:  # another sample than the first may need more
                 not_run.append({"task": task.name, "length": length, "why": f"{checkpoint}: {error}"})
                 done = start + samples
                 continue
@@ -133,8 +133,9 @@ def evaluate_ruler(
             "seed": seed,
             "flavour": flavour,
             "chat_template": chat_template,
+            "dtype": str(dtype or "as stored"),
             "data": sources.digests(),
-            "versions": {name: _version(name) for name in ("ropex", "lm_eval", "wonderwords", "transformers", "torch")},
+            "versions": versions("lm_eval", "wonderwords"),
         },
     }
     if notes:
@@ -187,7 +188,7 @@ def _shared(records: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]
     why, mine = None, list[dict[str, Any]]()
     try:
         mine = records()
-    except NoRoomError as error:
+    except (NoRoomError, TooShortError) as error:
         why = str(error)
     found = gather((mine, why))
     for _, said in found:
@@ -252,13 +253,6 @@ def _settings(model: PreTrainedModel, prompter: Prompter) -> dict[str, Any]:
 def _fingerprint(settings: dict[str, Any], task: Task, sources: Sources) -> str:
     data = sources.digests().get(task.needs) if task.needs else None
     return hashlib.sha256(json.dumps([settings, data], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _check_options(

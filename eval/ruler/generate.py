@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ropex.eval.ruler.score import Metric, settled
 
-_SHARED = 128  # tokens: with fewer in common a prompt is read from its start
+_SHARED = 0.5  # of a prompt: with less in common it is read from its start, which needs no mask and skips half of it
 _MASK_VALUES = 2**28  # a rest of the prompt that is read after a cache needs a mask of rest times prompt
 
 
@@ -77,7 +77,7 @@ def _read(model: PreTrainedModel, ids: Sequence[int], before: tuple[Sequence[int
     cache, shared = None, 0
     if before is not None:
         shared = min(_common(before[0], ids), len(ids) - 1)
-        if shared >= _SHARED and (len(ids) - shared) * len(ids) <= _MASK_VALUES:
+        if shared >= _SHARED * len(ids) and (len(ids) - shared) * len(ids) <= _MASK_VALUES:
             cache = DynamicCache(config=model.config)
             layers: list[Any] = cache.layers
             for layer, old in zip(layers, before[1].layers, strict=True):

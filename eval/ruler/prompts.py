@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from ropex.errors import OptionError
+from ropex.errors import OptionError, first_line
 from ropex.eval.models import default_bos
 from ropex.eval.ruler.blocks import Blocks
 from ropex.eval.ruler.draft import Draft, Request, Task, too_short
@@ -61,12 +61,17 @@ class Prompter:
             return [*draft.pieces, draft.delimiter + draft.prefix]
         text = "".join(draft.pieces)
         messages = [{"role": "user", "content": text}]
-        chat = str(
-            self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        try:
+            chat = str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+                )
             )
-        )
+        except Exception as error:  # templates are programs
+            raise OptionError(f"the chat template fails ({first_line(error)}): evaluate without it") from None
         before, found, after = chat.partition(text)
+        if not found and text.strip() not in chat:
+            raise OptionError("the chat template changes or drops the text of a message: evaluate without it")
         return [before, *draft.pieces, after + draft.prefix] if found else [chat + draft.prefix]
 
     def encode(self, rendered: Sequence[Sequence[str]]) -> list[list[int]]:

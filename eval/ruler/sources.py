@@ -165,6 +165,10 @@ def read_hotpot(path: Path) -> Library:
 def _library(path: Path, parse: Callable[[Any], _Parsed], name: str) -> Library:
     try:
         texts, found = parse(_json(path))
+        for query, answers, own, others in found:
+            if not own or not all(isinstance(text, str) for text in (query, *answers, *own, *others)):
+                raise TypeError(f"the question {query!r:.60} has no context, or parts that are no text")
+            "".join((query, *answers, *own, *others)).encode()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is not laid out as {name} is ({type(error).__name__}: {error}): give that") from error
     documents = sorted(set(texts))
@@ -174,7 +178,9 @@ def _library(path: Path, parse: Callable[[Any], _Parsed], name: str) -> Library:
         return [number[text] for text in dict.fromkeys(wanted)]
 
     questions = [
-        Question(query, answers, numbers(own), numbers(others)) for query, answers, own, others in found if any(answers)
+        Question(query, answers, numbers(own), numbers(others))
+        for query, given, own, others in found
+        if (answers := [answer for answer in given if answer.strip()])
     ]
     if not questions:
         raise DataError(f"{path} holds no question that has an answer: give {name}")
@@ -183,8 +189,8 @@ def _library(path: Path, parse: Callable[[Any], _Parsed], name: str) -> Library:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): give the file that was downloaded") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}): download it again") from error
