@@ -39,7 +39,7 @@ def plot_theta(report: dict[str, Any], path: Path) -> None:
 def plot_scale(report: dict[str, Any], path: Path) -> None:
     """tau and gamma against E_2 at the longest length, a dot a query head; and lambda by length, a line a head."""
     heads = [head for head in report["heads"] if "adarope" in head]
-    lengths = report["lengths"]
+    lengths, scaled = report["lengths"], [int(length) for length in heads[0]["adarope"]["lambda"]]
     reach = [head["e2"][str(lengths[-1])] for head in heads]
     colours = [COLOURS[head["class"]] for head in heads]
 
@@ -51,11 +51,12 @@ def plot_scale(report: dict[str, Any], path: Path) -> None:
             plain_numbers(panel.xaxis)
             tidy(panel, xlabel=f"E_2 at {lengths[-1]:,} (tokens)", ylabel=name)
         for head, colour in zip(heads, colours, strict=True):
-            values = [head["adarope"]["lambda"][str(length)] for length in lengths]
-            panels[2].plot(lengths, values, color=colour, alpha=0.6, linewidth=1, marker=".")
-        length_axis(panels[2], lengths)
+            panels[2].plot(
+                scaled, list(head["adarope"]["lambda"].values()), color=colour, alpha=0.6, linewidth=1, marker="."
+            )
+        length_axis(panels[2], scaled)
         tidy(panels[2], xlabel="context length (tokens)", ylabel="lambda, the query's scale")
-        mark_window(panels[2], report["native_window"], lengths[-1])
+        mark_window(panels[2], report["native_window"], scaled[-1])
         class_legend(figure, heads)
 
     draw(path, (12.0, 4.0), fill)

@@ -38,17 +38,19 @@ def tables(model: PreTrainedModel) -> dict[int, Tensor]:
 
 def facts(model: PreTrainedModel, lengths: list[int]) -> dict[int, list[dict[str, Any]]]:
     """Of every query head of the layers that learned: "theta_ratio" [F], its frequencies over those it started from;
-    "tau", "gamma", and "lambda" at each length."""
+    "tau", "gamma", and "lambda" at each length and at every doubling of the native window up to the trained one."""
     spec, rope = _spec(model), rope_of_model(model)
     if spec is None or not spec.learned:
         return {}
+    doublings = [spec.window * 2**i for i in range(max(1, spec.target // spec.window).bit_length())]
+    lengths = sorted({*lengths, *doublings})
     at = torch.tensor([lengths]) - 1
     out = {}
     for layer, rotary in rotaries_by_layer(model).items():
-        ratio = rotary.delta.float().exp().cpu()
+        ratio = rotary.delta.detach().float().exp().cpu()
         ratio = ratio.repeat_interleave(rope.heads // len(ratio), 0)
-        scale = rotary.scale(at.to(rotary.tau.device))[0].cpu().expand(rope.heads, -1)
-        tau, gamma = (value.float().cpu().expand(rope.heads) for value in (rotary.tau, rotary.gamma))
+        scale = rotary.scale(at.to(rotary.tau.device))[0].detach().cpu().expand(rope.heads, -1)
+        tau, gamma = (value.detach().float().cpu().expand(rope.heads) for value in (rotary.tau, rotary.gamma))
         out[layer] = [
             {
                 "theta_ratio": ratio[h].tolist(),
