@@ -7,7 +7,7 @@ import typer
 
 from ropex.cli.common import fail, goes_on, length, note, print_json, progress, settings, stdout, table
 from ropex.cli.evaluate import show_nll
-from ropex.errors import DataError
+from ropex.errors import RopexError
 
 
 def extend(
@@ -134,6 +134,10 @@ def extend(
             raise typer.BadParameter("give it", param_hint=hint)
     assert out is not None
     asked.setdefault("target", None)
+    if compare and eval_data and not (resume and out.exists()):  # a mistake there should not wait for the end
+        from ropex.eval.nll import check_text
+
+        check_text(src, eval_data, asked["target"] or 2)
     from ropex.train.extend import extend as run
 
     result = run(src, out, data=texts, resume=resume, overwrite=overwrite, **asked)
@@ -172,10 +176,8 @@ def before_and_after(
             report = evaluate_nll(
                 [source, str(out)], text, [target], dtype=dtype, documents=few, windows=few, progress=say
             )
-        except DataError as error:  # a window below the target needs no document of the target's length
-            if unseen:
-                raise
-            note(f"no table of NLL before and after ({error}): give --eval-data")
+        except RopexError as error:  # the run is made all the same; its training text may have no such long document
+            note(f"no table of NLL before and after ({error}): make it with `ropex eval nll`")
             return {}
     write_json(out / NLL, report)
     plot_nll(report, out / PLOT)

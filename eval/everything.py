@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ropex.errors import OptionError, RopexError
+from ropex.errors import OptionError, OutputError, RopexError
 from ropex.eval.grid import evaluate_needle
 from ropex.eval.nll import evaluate_nll
 from ropex.eval.plot import on_a_scale, plot_needle, plot_nll, plot_ruler, plot_tasks
@@ -16,7 +16,7 @@ from ropex.eval.ruler import evaluate_ruler
 from ropex.eval.share import processes
 from ropex.eval.tasks import evaluate_tasks
 
-PAGE = "report.html"
+PAGE, KINDS = "report.html", ("nll", "needle", "ruler", "tasks")
 
 
 def evaluate_all(
@@ -60,6 +60,9 @@ def evaluate_all(
             lambda folder: evaluate_tasks(checkpoints, tasks, limit=limit, out=folder, **common),
             plot_tasks,
         )
+    strange = sorted(p.name for p in out.iterdir() if p.name not in (*KINDS, PAGE)) if out.is_dir() else []
+    if strange or (out / PAGE).exists() and not any((out / kind).is_dir() for kind in KINDS):
+        raise OutputError(f"{out} holds other things ({(strange or [PAGE])[0]}): name a new folder or an empty one")
     first = processes().is_main_process
     made: dict[str, Any] = {}
     failed: dict[str, RopexError] = {}

@@ -15,12 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ropex.errors import OptionError
 from ropex.eval.log import Log
 from ropex.eval.models import (
+    default_bos,
     encode,
     load_model,
     load_tokenizer,
     method_of,
     native_window,
     tokenizer_fingerprint,
+    versions,
     weights_fingerprint,
 )
 from ropex.eval.needle import DIGITS, KEYS, Haystack, encode_lines, query, statement, stretch, weave
@@ -30,7 +32,7 @@ from ropex.eval.share import gather, processes
 from ropex.head import scale_logits
 from ropex.text import read_all
 
-CELLS, KEY = "cells.jsonl", ("checkpoint", "method", "length", "depth", "fingerprint")
+CELLS, KEY = "needle.jsonl", ("checkpoint", "method", "length", "depth", "fingerprint")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,11 @@ def evaluate_needle(
         )  # fmt: skip
         del model
     report("done", total, total)
-    table = {"kind": "needle", "results": results, "settings": {"style": style, "seed": seed, "samples": samples}}
+    told = {
+        "style": style, "seed": seed, "samples": samples, "dtype": str(dtype or "as stored"),
+        "text": hashlib.sha256(text.encode()).hexdigest()[:16], "versions": versions(),
+    }  # fmt: skip
+    table = {"kind": "needle", "results": results, "settings": told}
     log.finish(table)
     return table
 
@@ -139,7 +145,7 @@ def make_sample(
     """
     rng = random.Random(f"grid {seed} {length} {depth} {index}")
     key, value = rng.choice(KEYS), f"{rng.randrange(10**style.digits):0{style.digits}d}"
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    bos = default_bos(tokenizer)
     intro = encode(tokenizer, style.intro)
     needle = encode(tokenizer, style.needle.format(key=key, value=value))
     asked = encode(tokenizer, style.question.format(key=key, value=value))

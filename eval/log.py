@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ropex.errors import OutputError
-from ropex.eval.share import processes
 
 REPORT = "report.json"
 
@@ -32,7 +31,7 @@ class Log:
             self._load(self.path)
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise OutputError(f"{self.folder} holds other things and no {file}: name an empty or a new folder")
-        processes().wait_for_everyone()  # all have read what is there before any adds to it
+        _processes().wait_for_everyone()  # all have read what is there before any adds to it
 
     def get(self, key: dict[str, Any]) -> dict[str, Any] | None:
         """The record under the key's values, or None."""
@@ -41,12 +40,12 @@ class Log:
     def add(self, record: dict[str, Any]) -> None:
         """Keep the record, on disk before the call returns."""
         self._records[self._values(record)] = record
-        if self.folder is None or not processes().is_main_process:
+        if self.folder is None or not _processes().is_main_process:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.write(json.dumps(record) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -54,12 +53,12 @@ class Log:
 
     def finish(self, report: dict[str, Any]) -> None:
         """Write report.json beside the records, whole or not at all, over an earlier one."""
-        if self.folder is None or not processes().is_main_process:
+        if self.folder is None or not _processes().is_main_process:
             return
         path, part = self.folder / REPORT, self.folder / f".{REPORT}-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(report, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
             part.replace(path)
         except OSError as error:
             raise OutputError(f"{path} cannot be written ({error.strerror}): free some space and run again") from error
@@ -76,15 +75,21 @@ class Log:
             try:
                 record = json.loads(line)
                 self._records[self._values(record)] = record
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise OutputError(
                     f"{path}, line {number}, is no result of an earlier run: name another folder"
                 ) from error
         if len(whole) < len(data):
             if not self._records and data.strip()[:1] != b"{":
                 raise OutputError(f"{path} is no log of an earlier run: name another folder")
-            if processes().is_main_process:
+            if _processes().is_main_process:
                 os.truncate(path, len(whole))
 
     def _values(self, record: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(record[name] for name in self.key)
+
+
+def _processes() -> Any:
+    from ropex.eval.share import processes  # imports torch, which reading reports does without
+
+    return processes()

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ import ropex
 from ropex.errors import CheckpointError
 from ropex.seam import rope_of_model
 
-_HASHED_VALUES = 4096  # a tensor; larger ones are sampled at even steps
+_CHUNK = 2**22  # values of a tensor that are summed at once
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 
 
 def load_model(checkpoint: str, dtype: str | torch.dtype | None = None) -> PreTrainedModel:
@@ -42,6 +45,15 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, truncation=False, verbose=False)
 
 
+def versions(*more: str) -> dict[str, str]:
+    """Of ropex, torch, transformers and the packages named, for reports; those that are not installed are left out."""
+    found = {}
+    for name in ("ropex", "torch", "transformers", *more):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def default_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The BOS id, as a list of one, if the tokenizer starts its texts with it unasked; else an empty list."""
     bos = tokenizer.bos_token_id
@@ -51,17 +63,26 @@ def default_bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """A hash of what the model computes with: rope settings, and values of every parameter and buffer."""
+    """A hash of what the model computes with: rope settings, and all bits of every parameter and buffer."""
     digest = hashlib.sha256()
     rope = getattr(model.config.get_text_config(), "rope_parameters", None)
     digest.update(json.dumps([rope, getattr(model, "ropex_spec", None)], default=repr).encode())
     for kind in (model.named_parameters(), model.named_buffers()):
         for name, tensor in kind:
-            flat = tensor.detach().reshape(-1)
-            values = flat[:: max(1, flat.numel() // _HASHED_VALUES)].double().cpu().contiguous()
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(values.numpy().tobytes())
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_checksum(tensor)}".encode())
     return digest.hexdigest()[:16]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """A sum of all bits, on the tensor's device: each value, as a whole number, times an odd number that tells its
+    place, modulo 2**64. A change of any one value changes it."""
+    flat = tensor.detach().reshape(-1)
+    flat = flat.contiguous().view(_WHOLE[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), _CHUNK):
+        part = flat[start : start + _CHUNK].long()
+        total += (part * torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=flat.device)).sum()
+    return int(total)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

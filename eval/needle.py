@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ _WORDS = (
 KEYS = tuple(_WORDS.split())
 DIGITS = 4
 TOKENS_PER_DISTRACTOR = 32
+_LONGEST = 240  # characters of a line that stays whole
 _NEAREST = 1 / 64  # of the rest of a document: the shortest distance that further queries are drawn from
 _GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill the unit interval evenly
 
@@ -75,7 +76,7 @@ def encode_lines(tokenizer: PreTrainedTokenizerBase, text: str) -> Haystack:
     """Tokenise a text line by line, so that whole lines can be put between its lines."""
     ids: list[int] = []
     ends: list[int] = []
-    for line in tokenizer(text.splitlines(keepends=True), add_special_tokens=False)["input_ids"]:
+    for line in tokenizer([*_lines(text)], add_special_tokens=False, verbose=False)["input_ids"]:
         ids += line
         ends.append(len(ids))
     return Haystack(ids, ends)
@@ -226,4 +227,15 @@ def weave(text: Haystack, inserts: Sequence[tuple[float, list[int]]]) -> tuple[l
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    from ropex.eval.models import default_bos
+
+    return default_bos(tokenizer)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines, and long ones in pieces that begin before a space, so that there are places enough to put a needle."""
+    for line in text.splitlines(keepends=True):
+        while len(line) > _LONGEST and (cut := line.rfind(" ", 1, _LONGEST)) > 0:
+            yield line[:cut]
+            line = line[cut:]
+        yield line

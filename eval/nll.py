@@ -26,6 +26,7 @@ from ropex.eval.models import (
     load_tokenizer,
     method_of,
     native_window,
+    versions,
     weights_fingerprint,
 )
 from ropex.eval.pieces import hidden_states, in_pieces
@@ -34,7 +35,7 @@ from ropex.eval.share import gather, processes
 from ropex.head import scale_logits
 from ropex.text import Document, read, read_all, sources
 
-CELLS, KEY = "cells.jsonl", ("checkpoint", "method", "length", "fingerprint")
+CELLS, KEY = "nll.jsonl", ("checkpoint", "method", "length", "fingerprint")
 
 _CHUNK_VALUES = 2**26  # logits held at once, in float32: 256 MiB
 _RESAMPLES = 2000
@@ -89,13 +90,14 @@ def evaluate_nll(
     """
     _check_options(checkpoints, lengths, buckets, bucket_width, windows, documents, stride)
     report = progress if progress and processes().is_main_process else silent
-    texts = _read(data, documents, 2 if stride else max(lengths), checkpoints[0])
+    texts = _read(data, documents, 0 if stride else max(lengths), checkpoints[0])
     tokens, bos = _tokenise(checkpoints, texts)
     cuts = {length: cut_windows(tokens, length, bos, windows, stride) for length in dict.fromkeys(lengths)}
     for length, cut in cuts.items():
         if not cut:
             raise DataError(_too_short(texts, tokens, length - len(bos)))
-    settings = {"buckets": buckets, "bucket_width": bucket_width, "windows": windows, "stride": stride}
+    settings: dict[str, Any] = {"buckets": buckets, "bucket_width": bucket_width, "windows": windows, "stride": stride}
+    names = [text.name for text in texts]
     log = Log(out, CELLS, KEY)
     total = len(checkpoints) * sum(len(cut) for cut in cuts.values())
     done = 0
@@ -109,7 +111,7 @@ def evaluate_nll(
                 "checkpoint": checkpoint,
                 "method": method_of(model),
                 "length": length,
-                "fingerprint": _fingerprint([weights, str(model.dtype), settings, [w.ids for w in cut]]),
+                "fingerprint": _fingerprint([weights, str(model.dtype), settings, [w.ids for w in cut], names]),
             }
             row = log.get(key)
             if row is None:
@@ -128,7 +130,12 @@ def evaluate_nll(
             results.append({k: v for k, v in row.items() if k != "fingerprint"})
         del model
     report("done", total, total)
-    table = {"kind": "nll", "results": _compared(results), "settings": settings | {"dtype": str(dtype or "as stored")}}
+    told = {
+        "dtype": str(dtype or "as stored"),
+        "text": _fingerprint([[w.ids for w in cut] for cut in cuts.values()]),
+        "versions": versions(),
+    }
+    table = {"kind": "nll", "results": _compared(results), "settings": settings | told}
     log.finish(table)
     return table
 
@@ -159,7 +166,7 @@ def _measure(
             )
         sums[window.first : len(window.ids)] += losses
         counts[window.first : len(window.ids)] += 1
-        totals[window.document] += torch.tensor([float(losses.sum()), len(losses)])
+        totals[window.document] += torch.tensor([float(losses.sum()), len(losses)], dtype=torch.float64)
     sums, counts, totals = (torch.stack(parts).sum(0) for parts in zip(*gather((sums, counts, totals)), strict=True))
     scored = [(d, nll / count, int(count)) for d, (nll, count) in enumerate(totals.tolist()) if count]
     return summarise(sums, counts, edges) | {
@@ -300,20 +307,29 @@ def _check_head(model: PreTrainedModel, checkpoint: str, input_ids: Tensor) -> N
 
 
 def _read(data: Sequence[str | Path], most: int | None, length: int, checkpoint: str) -> list[Document]:
-    """All documents, or the first `most` that have `length` tokens; where none has, the longest, to be named."""
+    """All documents that are not blank, or the first `most` that have `length` tokens with BOS, and 2 in any case;
+    where none has, the longest, to be named."""
     if most is None:
         return read_all(data, "test")
     tokenizer, long, longest = load_tokenizer(checkpoint), [], (-1, Document("", ""))
     for source in sources(data, "test"):
         for document in read(source):
-            tokens = len(encode(tokenizer, document.text))
+            tokens = len(default_bos(tokenizer)) + len(encode(tokenizer, document.text)) if document.text.strip() else 0
             if tokens > longest[0]:
                 longest = tokens, document
-            if tokens >= length:
+            if tokens >= max(2, length):
                 long.append(document)
             if len(long) == most:
                 return long
     return long or [longest[1]]
+
+
+def check_text(checkpoint: str, data: Sequence[str | Path], length: int) -> None:
+    """Raises DataError unless a document has `length` tokens with this checkpoint's tokenizer."""
+    texts = _read(data, 1, length, checkpoint)
+    tokens, bos = _tokenise([checkpoint], texts)
+    if max(map(len, tokens)) + len(bos) < length:
+        raise DataError(_too_short(texts, tokens, length - len(bos)))
 
 
 def _tokenise(checkpoints: Sequence[str], documents: Sequence[Document]) -> tuple[list[list[int]], list[int]]:

@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ropex.errors import RopexError
+
 WHOLE, PIECE, SMALLEST = 16_384, 4096, 256  # tokens: read at once up to WHOLE, beyond it PIECE at a time
 
 Result = TypeVar("Result")
+
+
+class NoMemoryError(RopexError):
+    """Not even a short piece of the window fits."""
 
 
 def hidden_states(model: PreTrainedModel, input_ids: Tensor, piece: int) -> Iterator[tuple[int, Tensor]]:
@@ -24,16 +30,22 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, piece: int) -> Iter
 
 
 def in_pieces(model: PreTrainedModel, length: int, run: Callable[[int], Result]) -> Result:
-    """run(tokens a piece) for a window of `length` tokens; a piece that does not fit in memory is halved."""
+    """run(tokens a piece) for a window of `length` tokens; a piece that does not fit in memory is halved.
+
+    Errors: NoMemoryError where the smallest does not fit either."""
     spec: Any = getattr(model, "ropex_spec", None)
-    if length <= WHOLE or (spec is not None and spec.length == "sequence"):  # such a scale needs the whole row
-        return run(length)
-    piece = PIECE
+    whole = spec is not None and spec.length == "sequence"  # such a scale needs the whole row
+    piece = length if whole or length <= WHOLE else PIECE
     while True:
         try:
             return run(piece)
-        except torch.OutOfMemoryError:
-            if piece <= SMALLEST:
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
-            piece //= 2
+            if whole or piece <= SMALLEST:
+                raise NoMemoryError(
+                    f"memory ran out at {length} tokens: use shorter lengths, or --dtype bfloat16"
+                ) from None
+        piece = min(PIECE, piece // 2)
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,19 @@ _MARKERS = "os^Dvpx"
 _HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++")
 
 
+def _as_written(plot: Callable[[dict[str, Any], Path], None]) -> Callable[[dict[str, Any], Path], None]:
+    """Names are no formulas, whatever dollar signs they hold."""
+
+    @wraps(plot)
+    def drawn(results: dict[str, Any], path: Path) -> None:
+        import matplotlib
+
+        with matplotlib.rc_context({"text.parse_math": False}):
+            plot(results, path)
+
+    return drawn
+
+
 def check_plot(path: Path) -> None:
     """Can a figure be written there? Asked before an hour of evaluation, not after it."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -20,6 +35,7 @@ def check_plot(path: Path) -> None:
         raise OutputError(f"{path.parent} does not exist: make that folder, or name another figure")
 
 
+@_as_written
 def plot_nll(results: dict[str, Any], path: Path) -> None:
     """Draw what `evaluate_nll` returned: one panel a length, one line a checkpoint, native windows dashed.
 
@@ -68,6 +84,7 @@ def plot_nll(results: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+@_as_written
 def plot_needle(results: dict[str, Any], path: Path) -> None:
     """Draw what `evaluate_needle` returned: one panel a checkpoint, lengths across, depths down, brighter is better.
 
@@ -100,6 +117,7 @@ def plot_needle(results: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+@_as_written
 def plot_ruler(results: dict[str, Any], path: Path) -> None:
     """Draw what `evaluate_ruler` returned: one panel a checkpoint, lengths across, tasks and their mean down.
 
@@ -137,6 +155,7 @@ def plot_ruler(results: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+@_as_written
 def plot_tasks(results: dict[str, Any], path: Path) -> None:
     """Draw what `evaluate_tasks` returned: a bar for each task and checkpoint, with its standard error as a whisker.
 

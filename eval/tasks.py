@@ -15,11 +15,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ropex.errors import DataError, OptionError, first_line
 from ropex.eval.harness import Loaded, load_tasks, run
 from ropex.eval.log import Log
-from ropex.eval.models import load_model, load_tokenizer, method_of, tokenizer_fingerprint, weights_fingerprint
+from ropex.eval.models import (
+    load_model,
+    load_tokenizer,
+    method_of,
+    tokenizer_fingerprint,
+    versions,
+    weights_fingerprint,
+)
 from ropex.eval.progress import Progress, silent
 from ropex.eval.share import processes
 
-CELLS, KEY = "cells.jsonl", ("checkpoint", "method", "asked", "fingerprint")
+CELLS, KEY = "tasks.jsonl", ("checkpoint", "method", "asked", "fingerprint")
 _BATCH = 8
 
 SETS: dict[str, dict[str, str]] = {
@@ -134,7 +141,7 @@ def evaluate_tasks(
             "num_fewshot": num_fewshot,
             "max_length": max_length,
             "dtype": str(dtype or "as stored"),
-            "versions": {name: version(name) for name in ("ropex", "lm_eval", "transformers", "torch")},
+            "versions": versions("lm_eval"),
         },
     }
     if notes := notes + _cut(results):

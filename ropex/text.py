@@ -100,7 +100,8 @@ def _json_lines(path: Path) -> Iterator[str]:
                     continue
                 try:
                     text = json.loads(line)["text"]
-                except (ValueError, KeyError, TypeError):
+                    text.encode()  # half a surrogate pair is no text
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     text = None
                 if not isinstance(text, str):
                     raise DataError(f'{path}, line {number}: not an object with a "text" string')

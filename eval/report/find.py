@@ -94,7 +94,7 @@ def _inputs(report: Report) -> list[Any]:
 def _read(path: Path) -> Report:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is not readable JSON ({error}): run that evaluation again") from None
     kind = content.get("kind") if isinstance(content, dict) else None
     if kind not in NEEDED:

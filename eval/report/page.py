@@ -111,7 +111,7 @@ def _check(out: Path, overwrite: bool) -> None:
 def _write(out: Path, page: str) -> None:
     beside = out.with_name(f".{out.name}-{os.getpid()}")
     try:
-        beside.write_text(page, encoding="utf-8")
+        beside.write_text(page, encoding="utf-8", errors="backslashreplace")
         beside.replace(out)
     except OSError as error:
         raise OutputError(f"{out} cannot be written ({error.strerror}): check folder and disk") from error

@@ -127,6 +127,14 @@ def test_a_run_ends_with_a_table_and_a_plot_of_before_and_after(tmp_path):
     assert json.loads((out / "nll.json").read_text())["results"] == rows and (out / "nll.png").stat().st_size > 5000
 
 
+def test_unseen_text_that_is_not_there_is_noticed_before_training(tmp_path):
+    text, words = ROOT / "demo" / "text" / "train.txt", ["extend", "nano", "-o", tmp_path / "run", "--target", "512"]
+    (tmp_path / "short.txt").write_text("far too short")
+    for wrong, said in ((tmp_path / "missing.txt", "does not exist"), (tmp_path / "short.txt", "no document reaches")):
+        done = ropex(*words, "--data", text, "--eval-data", wrong)
+        assert done.returncode == 1 and said in done.stderr and not (tmp_path / "run").exists()
+
+
 def test_a_run_without_a_checkpoint_or_a_text_is_a_usage_error(tmp_path):
     done = ropex("extend", "-o", tmp_path / "run", "--target", "1k", "--data", "x.txt")
     assert done.returncode == 2 and "SRC" in done.stderr

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ropex.errors import DataError
+from ropex.errors import DataError, OutputError
 from ropex.eval import everything
 from ropex.eval.everything import evaluate_all
 
@@ -31,6 +31,10 @@ def test_an_evaluation_that_cannot_be_made_leaves_the_others(tmp_path: Path, mon
     assert made["failed"] == {"ruler": "no words here"} and Path(made["page"]).exists()
     monkeypatch.setattr(everything, "evaluate_nll", fail)
     monkeypatch.setattr(everything, "evaluate_needle", fail)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "report.html").write_text("my own page")
+    with pytest.raises(OutputError, match="other things"):
+        evaluate_all(["nano"], [160], tmp_path / "mine", data=[TEXT])
     with pytest.raises(DataError, match="no words"):
         evaluate_all(["nano"], [160], tmp_path / "none", data=[TEXT])
     assert not (tmp_path / "none" / "report.html").exists()

@@ -54,6 +54,14 @@ def test_depth_moves_the_needle_and_index_changes_the_key() -> None:
     assert len(answers) == 20
 
 
+def test_depth_is_true_where_the_text_has_no_line_ends() -> None:
+    tokenizer = load_tokenizer("nano")
+    haystack = encode_lines(tokenizer, " ".join(f"word{i}" for i in range(900)))
+    for depth in (0.25, 0.5, 0.75):
+        text = tokenizer.decode(make_sample(tokenizer, haystack, 1500, depth, 0)[0])
+        assert abs(text.index("The pass key is") / len(text) - depth) < 0.1
+
+
 def test_no_room_names_the_length_that_has_some() -> None:
     tokenizer = load_tokenizer("nano")
     haystack = encode_lines(tokenizer, TEXT)
@@ -86,10 +94,10 @@ def test_nano_finds_needles_inside_its_window_and_loses_them_far_beyond(tmp_path
     assert base["lengths"] == [192, 1024] and base["depths"] == [0, 0.5, 1]
     inside, beyond = (sum(line) / 3 for line in base["accuracy"])
     assert inside == 1 and beyond < 0.75 < sum(yarn["accuracy"][1]) / 3
-    lines = (tmp_path / "a" / "cells.jsonl").read_text().splitlines(keepends=True)
+    lines = (tmp_path / "a" / "needle.jsonl").read_text().splitlines(keepends=True)
     assert len(lines) == 12
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "cells.jsonl").write_text("".join(lines[:7]) + lines[7][:20])
+    (tmp_path / "b" / "needle.jsonl").write_text("".join(lines[:7]) + lines[7][:20])
     asked: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid, "found", lambda *sample: asked.append(1) or found(*sample))
@@ -134,7 +142,7 @@ def test_two_processes_share_windows_needles_and_prompts_and_say_the_same(tmp_pa
             assert theirs["mean"] == pytest.approx(mine["mean"], rel=1e-9)
             assert [d["tokens"] for d in theirs["documents"]] == [d["tokens"] for d in mine["documents"]]
             assert [b["nll"] for b in theirs["buckets"]] == pytest.approx([b["nll"] for b in mine["buckets"]], rel=1e-9)
-    assert len((tmp_path / "two" / "nll" / "cells.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "two" / "nll" / "nll.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("wrong", [{"depths": 0}, {"samples": 0}, {"style": "hay"}])

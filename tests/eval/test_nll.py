@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from ropex import attach
-from ropex.errors import DataError, OptionError, UnsupportedError
+from ropex.errors import DataError, OptionError, RopexError, UnsupportedError
 from ropex.eval import nll, pieces
-from ropex.eval.models import encode, load_model, load_tokenizer
+from ropex.eval.models import encode, load_model, load_tokenizer, weights_fingerprint
 from ropex.eval.nll import bucket_edges, cut_windows, evaluate_nll, summarise, token_nll
 from ropex.eval.plot import plot_nll
 from ropex.seam import rope_of_model, rotaries
@@ -379,7 +379,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         evaluate_nll(*ask, out=tmp_path / "cut")
     assert not (tmp_path / "cut" / "report.json").exists()
-    with (tmp_path / "cut" / "cells.jsonl").open("a") as file:
+    with (tmp_path / "cut" / "nll.jsonl").open("a") as file:
         file.write('{"checkpoint": "half a li')
     calls.clear()
     monkeypatch.setattr(nll, "token_nll", lambda model, ids: calls.append(ids.shape[1]) or plain(model, ids))
@@ -391,6 +391,52 @@ def test_a_killed_evaluation_goes_on_where_it_was(
     (texts / "long.txt").write_text("another " * 300)
     evaluate_nll(*ask, out=tmp_path / "cut")
     assert len(calls) > again
+
+
+def test_nothing_stale_is_taken(checkpoint: str, tmp_path: Path) -> None:
+    """Another text of the same windows, and a single weight that changed."""
+    text = " ".join(f"w{i}" for i in range(200))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(text)
+    (tmp_path / "tiny.txt").write_text("tiny")
+    ask = {"windows": 1, "out": tmp_path / "out"}
+    (first,) = evaluate_nll([checkpoint], [tmp_path / "a.txt"], [100], **ask)["results"]  # type: ignore[arg-type]
+    (row,) = evaluate_nll([checkpoint], [tmp_path / "b.txt", tmp_path / "tiny.txt"], [100], **ask)["results"]  # type: ignore[arg-type]
+    assert row["documents"][0]["name"].endswith("b.txt") and row["documents_left_out"] == 1
+    assert row["mean"] == first["mean"]
+
+
+@torch.no_grad()
+def test_a_fingerprint_changes_with_any_one_value(model: LlamaForCausalLM) -> None:
+    changed = copy.deepcopy(model)
+    before = weights_fingerprint(changed)
+    assert before == weights_fingerprint(model)
+    for weight in (changed.model.layers[1].self_attn.o_proj.weight, changed.model.embed_tokens.weight):
+        for place in ((0, 0), (3, 5), (-1, -1)):
+            was = weight[place].clone()
+            weight[place] += 1e-3
+            assert weights_fingerprint(changed) != before
+            weight[place] = was
+        weight[[2, 3]] = weight[[3, 2]]
+        assert weights_fingerprint(changed) != before
+        weight[[2, 3]] = weight[[3, 2]]
+    assert weights_fingerprint(changed) == before
+
+
+def test_a_window_that_never_fits_is_one_line(checkpoint: str, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crowded(*args: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate much")
+
+    monkeypatch.setattr(nll, "_check_head", lambda *args: None)
+    monkeypatch.setattr(nll, "hidden_states", crowded)
+    with pytest.raises(RopexError, match="memory ran out at 64 tokens"):
+        evaluate_nll([checkpoint], [texts], [64])
+
+
+def test_names_are_no_formulas(tmp_path: Path) -> None:
+    row = results()
+    row["results"][0]["checkpoint"] = "na$x^{$no"
+    plot_nll(row, tmp_path / "loss.png")
 
 
 def test_only_so_many_documents_are_read(checkpoint: str, tmp_path: Path) -> None:

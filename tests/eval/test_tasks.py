@@ -333,7 +333,7 @@ def test_the_command_prints_a_table_or_json_and_leaves_what_the_page_shows(
     done = run_ropex(*words, "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report == json.loads((out / "report.json").read_text())
-    assert sorted(path.name for path in out.iterdir()) == ["cells.jsonl", "report.json", "tasks.png"]
+    assert sorted(path.name for path in out.iterdir()) == ["report.json", "tasks.jsonl", "tasks.png"]
     shown = run_ropex(*words).stdout
     row = report["results"][0]
     assert "nano (rope)" in shown and "nano@yarn:2 (yarn)" in shown
@@ -379,4 +379,4 @@ def test_two_processes_share_the_documents_and_say_the_same(checkpoint: str, fol
         assert first == second == json.loads((out / "report.json").read_text())
         assert first["results"] == [pytest.approx(row) for row in alone["results"]]
         assert first | {"results": []} == alone | {"results": []}
-    assert len((out / "cells.jsonl").read_text().splitlines()) == 6
+    assert len((out / "tasks.jsonl").read_text().splitlines()) == 6
