@@ -71,13 +71,14 @@ def inspect(
       ropex inspect ./SmolLM2-135M --probe --data book.txt --lengths 1k,4k --html heads.html
       ropex inspect ./SmolLM2-135M --against ./run --data book.txt --lengths 4k,16k
     """
+    pictured = bool(known or scores or html or png or thresholds)
+    if (pictured or data) and not (probe or against or revert_heads):
+        raise typer.BadParameter("a text and figures are for heads that are probed: add --probe", param_hint="--probe")
     if probe or against or revert_heads:
         if not data:
-            raise typer.BadParameter(
-                "heads are probed on a text: give one, such as --data book.txt", param_hint="--data"
-            )
-        if revert_heads and (probe or against):
-            raise typer.BadParameter("--revert-heads stands by itself: leave --probe and --against out")
+            raise typer.BadParameter("heads are probed on a text: give one, as in --data book.txt", param_hint="--data")
+        if revert_heads and (probe or against or pictured):
+            raise typer.BadParameter("--revert-heads gives a ranking alone: leave --probe and the figures out")
         sizes = lengths(at)
         if revert_heads:
             _revert(checkpoint, data, sizes[-1], windows, dtype, as_json)

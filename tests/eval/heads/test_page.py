@@ -156,6 +156,9 @@ def test_known_heads_are_ringed(compared, tmp_path):
         (["--probe"], "--data"),
         (["--probe", "--revert-heads", "--data", "x"], "--probe"),
         (["--against", "x"], "--data"),
+        (["--html", "heads.html"], "--probe"),
+        (["--data", "x"], "--probe"),
+        (["--revert-heads", "--data", "x", "--png", "y"], "figures"),
     ],
 )
 def test_what_does_not_go_together_is_a_usage_error(words, said):
