@@ -18,7 +18,9 @@ from ropex.eval.heads.measures import (
     pair_logits,
     variation,
 )
+from ropex.eval.heads.planted import Planted
 from ropex.eval.heads.probe import probe
+from ropex.eval.heads.rotary import pairing
 from ropex.families import FAMILIES
 from ropex.seam import rope_of_model
 from ropex.spec import make_spec
@@ -215,3 +217,71 @@ def test_a_long_window_never_has_all_its_weights_at_once():
     blocks = [logits.shape for _, logits in seen.rows(torch.arange(256, device="meta"))]
     assert all(shape.numel() <= 2**23 and shape[2] == 16_384 for shape in blocks)
     assert sum(shape[1] for shape in blocks) == 256
+
+
+@pytest.mark.parametrize("name", ["llama", "phi", "mistral"])
+def test_needles_are_found_where_the_eager_weights_say(name):
+    model = tiny(name, **OWN.get(name, {}))
+    ids = [*IDS[:90], *IDS[40:46]]  # the end says again what stands at 40 to 45
+    planted = Planted(ids, [90, 91, 92], ids[91:94], (80, 90), 0.8)
+    near = Planted(ids, [50], [ids[51]], (38, 46), 0.4)
+    found = probe(model, {96: [ids]}, {96: [planted, near]}, queries=96)["heads"]
+    for layer, alpha in enumerate(eager(model, ids)):
+        asking = [(alpha[:, 90:93], planted), (alpha[:, 50:51], near)]
+        masses = [weights[..., slice(*sample.needle)].sum(-1).mean(1) for weights, sample in asking]
+        lengths = [(1 / weights.square().sum(-1)).mean(1) for weights, _ in asking]
+        copies = []
+        for weights, sample in asking:
+            top = weights.argmax(-1)
+            right = torch.tensor(ids)[top] == torch.tensor(sample.said)
+            copies.append((right & (top >= sample.needle[0]) & (top < sample.needle[1])).float().mean(1))
+        heads = [head["needle"]["96"] for head in found if head["layer"] == layer]
+        for key, wanted in (
+            ("mass", sum(masses) / 2),
+            ("least", torch.minimum(*masses)),
+            ("e2", sum(lengths) / 2),
+            ("copies", sum(copies) / 2),
+        ):
+            torch.testing.assert_close(torch.tensor([head[key] for head in heads]), wanted, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "phi", "glm"])
+def test_shares_of_pairs_by_distance_are_sums_over_queries_and_keys(name):
+    """Two windows of 32 tokens: the queries are those of the second half, and every key that each may see."""
+    model = tiny(name)
+    texts = [IDS[:32], IDS[40:72]]
+    found = [head for head in probe(model, {32: texts}, {}, queries=32)["heads"] if head["layer"] == 1]
+    seen = []
+    for ids in texts:
+        with watched(model, seen.append):
+            model.get_decoder()(torch.tensor([ids]))
+    ones = [one for one in seen if one.layer == 1]
+    pairs, interleaved = pairing(model)
+    for h in (0, 7):
+        sums = torch.zeros(len(found[h]["pairs"]["shares"]), 6)  # distances 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31
+        for one in ones:
+            q, k = one.q[h], one.k[h // 4]
+            for i in range(16, 32):
+                for j in range(i + 1):
+                    for f in range(len(sums)):
+                        c = [2 * f, 2 * f + 1] if interleaved else [f, f + pairs]
+                        c = list(range(2 * pairs, q.shape[1])) if f == pairs else c
+                        sums[f, (i - j).bit_length()] += (q[i, c] @ k[j, c]).abs()
+        told = found[h]["pairs"]
+        torch.testing.assert_close(torch.tensor(told["shares"]), sums.sum(1) / sums.sum(), **CLOSE)
+        torch.testing.assert_close(torch.tensor(told["by_distance"])[:6], (sums / sums.sum(0)).T, **CLOSE)
+        turning = sums.sum(1)[:pairs]
+        assert told["variation"] == pytest.approx(float(turning.std(correction=0) / turning.mean()), rel=1e-4)
+
+
+def test_curves_by_position_are_means_of_their_bins():
+    model = tiny("llama")
+    found = probe(model, {96: [IDS, IDS[::-1]]}, {}, queries=96)
+    edges = found["positions"]["edges"]
+    assert edges[0] == 0 and edges[-1] == 96 and len(edges) == 17
+    both = torch.stack([torch.stack(eager(model, ids))[..., 0] for ids in (IDS, IDS[::-1])])  # [2, layers, Hq, T]
+    for head in found["heads"]:
+        weights = both[:, head["layer"], head["head"]]
+        wanted = [float(weights[:, a:b].mean()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        torch.testing.assert_close(head["by_position"]["sink"], wanted, **CLOSE)
