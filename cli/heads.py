@@ -78,15 +78,13 @@ def show_compared(report: dict[str, Any]) -> None:
 
 def show_reverted(report: dict[str, Any], most: int = 15) -> None:
     """The heads that a checkpoint would miss most."""
-    title = (
-        f"{report['checkpoint']}, {report['length']:,} tokens: NLL {report['nll']:.4f}, and what putting one head's "
-        "frequencies or scale back costs"
-    )
-    shown = table(title, "part", "layer", "head", "NLL, nats a token")
+    console = stdout()
+    console.print(f"{report['checkpoint']}: NLL {report['nll']:.4f} in windows of {report['length']:,} tokens")
+    shown = table("What putting a row back costs", "part", "layer", "head", "NLL, nats a token")
     for row in report["heads"][:most]:
         of = "keys'" if row["part"] == "frequencies" else "queries'"
         shown.add_row(row["part"], str(row["layer"]), f"{of} {row['head']}", f"{row['cost']:+.5f}")
-    stdout().print(shown)
+    console.print(shown)
     if len(report["heads"]) > most:
         note(f"{len(report['heads']) - most} more rows cost less; --json has them all")
 

@@ -164,3 +164,8 @@ def test_known_heads_are_ringed(compared, tmp_path):
 def test_what_does_not_go_together_is_a_usage_error(words, said):
     done = CliRunner().invoke(app, ["inspect", "nano", *words])
     assert done.exit_code == 2 and said in done.output
+
+
+def test_the_dearest_rows_are_shown(converted, text):
+    shown = inspect(converted, "--revert-heads", "--data", text, "--lengths", "32")
+    assert "windows of 32 tokens" in shown and len(re.findall(r"^\s*(frequencies|scale) ", shown, re.MULTILINE)) == 15
