@@ -14,10 +14,11 @@ def everything(
     at: Annotated[str, typer.Option("--lengths", help="Lengths in tokens, such as 4k,8k,16k.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for everything; a stopped run goes on there.")],
     samples: Annotated[int, typer.Option(help="Samples of each RULER task and length.")] = 50,
+    style: Annotated[str, typer.Option(help="Of the needles: passkey, or lines, which nano learned.")] = "passkey",
     tasks: Annotated[str, typer.Option(help="lm-eval's tasks as well, such as nlu or arc_easy,piqa.")] = "",
     limit: Annotated[int | None, typer.Option(help="Documents of each of lm-eval's tasks. \\[default: all]")] = None,
     essays: Annotated[
-        str | None, typer.Option(metavar="PATH|pg", help="Text for six RULER tasks. \\[default: pg, of the cache]")
+        str | None, typer.Option(metavar="PATH|pg", help="Text for five RULER tasks. \\[default: pg, of the cache]")
     ] = None,
     dtype: Dtype = None,
     as_json: Json = False,
@@ -32,8 +33,8 @@ def everything(
 
     with progress() as listener:
         made = evaluate_all(
-            checkpoints, sizes, out, data=data, samples=samples, tasks=names(tasks), limit=limit, essays=essays,
-            dtype=dtype, progress=listener,
+            checkpoints, sizes, out, data=data, samples=samples, style=style, tasks=names(tasks), limit=limit,
+            essays=essays, dtype=dtype, progress=listener,
         )  # fmt: skip
     if not goes_on():
         return

@@ -7,6 +7,7 @@ import typer
 
 from ropex.cli.common import fail, goes_on, length, note, print_json, progress, settings, stdout, table
 from ropex.cli.evaluate import show_nll
+from ropex.config import read_json
 from ropex.errors import RopexError
 
 
@@ -143,7 +144,7 @@ def extend(
     result = run(src, out, data=texts, resume=resume, overwrite=overwrite, **asked)
     if not goes_on():
         raise typer.Exit(0 if result["finished"] else 1)
-    compared = before_and_after(src, out, eval_data, texts, result) if result["finished"] and compare else None
+    compared = before_and_after(src, out, eval_data, texts, result, resume) if result["finished"] and compare else None
     if as_json:
         print_json(result | ({"nll": compared} if compared else {}))
     if not result["finished"]:
@@ -157,16 +158,18 @@ def extend(
 
 
 def before_and_after(
-    source: str, out: Path, unseen: list[str] | None, trained_on: list[str], result: dict[str, Any]
+    source: str, out: Path, unseen: list[str] | None, trained_on: list[str], result: dict[str, Any], kept: bool
 ) -> dict[str, Any]:
     """NLL of the source and of the run at the target; kept in the run with a plot. Without unseen text, on two windows
-    each of two documents of the training text, and it says so."""
+    each of two documents of the training text, and it says so. kept: a table that is there already stands."""
     from ropex.eval.nll import evaluate_nll
     from ropex.eval.plot import plot_nll
     from ropex.text import sources
     from ropex.train.atomic import write_json
     from ropex.train.runfolder import NLL, PLOT
 
+    if kept and not unseen and (out / NLL).exists():  # the run was finished before, and so was its table
+        return dict(read_json(out / NLL))
     target = result["settings"]["target"]
     few = None if unseen else 2
     with progress() as say:

@@ -100,7 +100,7 @@ def plot_needle(results: dict[str, Any], path: Path) -> None:
     size = (2.2 + len(rows) * max(2.6, 0.75 * len(lengths)), 1.8 + 0.3 * len(depths))
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
+    panels, crossed = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0], False
     for panel, row in zip(panels, rows, strict=True):
         values = [list(line) for line in zip(*row["accuracy"], strict=True)]  # [depth][length]
         drawn = panel.imshow(values, cmap="cividis", vmin=0, vmax=1, aspect="auto")
@@ -111,7 +111,8 @@ def plot_needle(results: dict[str, Any], path: Path) -> None:
             panel.axvline(inside - 0.5, color="white", linestyle="--", linewidth=1.5)
         mean = sum(map(sum, values)) / (len(lengths) * len(depths))
         panel.set_title(f"{row['checkpoint'].rpartition('/')[2]} ({row['method']}), mean {mean:.0%}", fontsize="medium")
-        panel.set_xlabel("length (tokens); dashed: native window")
+        crossed = crossed or 0 < inside < len(lengths)
+    figure.supxlabel("length (tokens)" + ("; dashed: native window" if crossed else ""), fontsize="medium")
     panels[0].set_ylabel("depth of the needle")
     figure.colorbar(drawn, ax=panels, label="share found", format=lambda share, _: f"{share:.0%}")
     _save(figure, path)

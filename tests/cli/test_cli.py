@@ -125,6 +125,10 @@ def test_a_run_ends_with_a_table_and_a_plot_of_before_and_after(tmp_path):
     assert [row["checkpoint"] for row in rows] == ["nano", str(out)] and "trained on" in done.stderr
     assert rows[0]["mean"] - rows[1]["mean"] > 0.02 and rows[0]["windows"] == 2
     assert json.loads((out / "nll.json").read_text())["results"] == rows and (out / "nll.png").stat().st_size > 5000
+    unseen = ropex(*words, "--steps-warmup", "1", "--json", "--resume", "--eval-data", text / "dev.txt")
+    assert json.loads(unseen.stdout)["nll"]["results"] != rows
+    again = ropex(*words, "--steps-warmup", "1", "--json", "--resume")  # a table of unseen text stays
+    assert json.loads(again.stdout)["nll"] == json.loads(unseen.stdout)["nll"]
 
 
 def test_unseen_text_that_is_not_there_is_noticed_before_training(tmp_path):
