@@ -128,10 +128,13 @@ def table(title: str, *columns: str) -> "Table":
 def goes_on() -> bool:
     """Part from the processes that shared the work; true in the first, which has the rest to do."""
     from accelerate import PartialState
+    from accelerate.utils import DistributedType
 
     everyone = PartialState()
+    first = bool(everyone.is_main_process)
     everyone.destroy_process_group()
-    return bool(everyone.is_main_process)
+    everyone.distributed_type, everyone.num_processes = DistributedType.NO, 1  # what is left to do is done alone
+    return first
 
 
 @contextmanager

@@ -29,13 +29,14 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, piece: int) -> Iter
         yield start, out.last_hidden_state
 
 
-def in_pieces(model: PreTrainedModel, length: int, run: Callable[[int], Result]) -> Result:
-    """run(tokens a piece) for a window of `length` tokens; a piece that does not fit in memory is halved.
+def in_pieces(model: PreTrainedModel, length: int, run: Callable[[int], Result], most: int | None = None) -> Result:
+    """run(tokens a piece) for a window of `length` tokens, whole up to `most`; a piece that does not fit in memory is
+    halved.
 
     Errors: NoMemoryError where the smallest does not fit either."""
     spec: Any = getattr(model, "ropex_spec", None)
     whole = spec is not None and spec.length == "sequence"  # such a scale needs the whole row
-    piece = length if whole or length <= WHOLE else PIECE
+    piece = length if whole or length <= (most or WHOLE) else PIECE
     while True:
         try:
             return run(piece)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ropex.errors import DataError, OptionError
+from ropex.eval import pieces
 from ropex.eval.grid import STYLES
 from ropex.eval.heads.capture import watched
 from ropex.eval.heads.classes import CLASSES, Thresholds, classify
@@ -141,7 +142,7 @@ _ORDER = (
 def _read(model: PreTrainedModel, ids: list[int], record: TextRecord | NeedleRecord) -> None:
     """One pass over a row of tokens, in pieces where it is long; its layers are seen by `record`."""
     row = torch.tensor([ids], device=model.device)
-    piece = in_pieces(model, len(ids), lambda piece: piece)  # its retries would record a text twice
+    piece = in_pieces(model, len(ids), lambda piece: piece, pieces.PIECE)  # its retries would record a text twice
     with watched(model, record.see):
         for _ in hidden_states(model, row, piece):
             pass
