@@ -1,13 +1,13 @@
 """What was measured, as figures."""
 
 import math
-import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from ropex.errors import OptionError, OutputError
+from ropex.eval.files import write_whole
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
 _MARKERS = "os^Dvpx"
@@ -206,11 +206,4 @@ def on_a_scale(row: dict[str, Any]) -> bool:
 
 
 def _save(figure: Any, path: Path) -> None:
-    beside = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(beside, dpi=150, bbox_inches="tight")
-        beside.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written ({error.strerror}): check folder and disk") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, lambda part: figure.savefig(part, dpi=150, bbox_inches="tight"))

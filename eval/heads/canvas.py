@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ropex.eval.heads.files import write_whole
+from ropex.eval.files import write_whole
 
 COLOURS = {
     "retrieval": "#D55E00", "off-by-one": "#56B4E9", "local": "#0072B2", "sink": "#E69F00", "global": "#009E73",

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from ropex.errors import OutputError
-from ropex.eval.heads.files import write_whole
+from ropex.eval.files import write_whole
 from ropex.eval.heads.plot import figures, name_of, sides
 from ropex.eval.report.figures import drawn
 from ropex.eval.report.parts import Block, Cell, Figure, Table, number, plainly

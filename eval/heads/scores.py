@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ropex.errors import DataError
-from ropex.eval.heads.files import write_whole
+from ropex.eval.files import write_whole
 
 Scores = dict[tuple[int, int], float]
 

@@ -1,6 +1,5 @@
 """write_report: one HTML page that needs nothing but itself."""
 
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ropex.errors import DataError, OutputError
+from ropex.eval.files import write_whole
 from ropex.eval.report.find import Report, alike, find_reports
 from ropex.eval.report.kinds import KINDS, labelled
 from ropex.eval.report.parts import Block, plainly
@@ -27,7 +27,8 @@ def write_report(folders: Sequence[Path], out: Path, overwrite: bool = False) ->
     out = Path(out)
     _check(out, overwrite)
     reports = find_reports(folders)
-    _write(out, _page(reports))
+    page = _page(reports)
+    write_whole(out, lambda part: part.write_text(page, encoding="utf-8", errors="backslashreplace"))
     found = [
         {
             "folder": str(report.folder),
@@ -106,14 +107,3 @@ def _check(out: Path, overwrite: bool) -> None:
         raise OutputError(f"{out} exists: choose another name, or replace it with --overwrite")
     if not out.absolute().parent.is_dir():
         raise OutputError(f"{out.parent} does not exist: make that folder, or name another file")
-
-
-def _write(out: Path, page: str) -> None:
-    beside = out.with_name(f".{out.name}-{os.getpid()}")
-    try:
-        beside.write_text(page, encoding="utf-8", errors="backslashreplace")
-        beside.replace(out)
-    except OSError as error:
-        raise OutputError(f"{out} cannot be written ({error.strerror}): check folder and disk") from error
-    finally:
-        beside.unlink(missing_ok=True)

@@ -437,6 +437,7 @@ def test_names_are_no_formulas(tmp_path: Path) -> None:
     row = results()
     row["results"][0]["checkpoint"] = "na$x^{$no"
     plot_nll(row, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
 def test_only_so_many_documents_are_read(checkpoint: str, tmp_path: Path) -> None:
