@@ -130,6 +130,18 @@ def evaluate_needle(
     return table
 
 
+@dataclass(frozen=True)
+class Planted:
+    """ids [T] that end in a question and its answer. asking: positions of the queries that say the answer's tokens, and
+    said, those tokens. needle: positions start <= p < end of the needle."""
+
+    ids: list[int]
+    asking: list[int]
+    said: list[int]
+    needle: tuple[int, int]
+    depth: float
+
+
 def make_sample(
     tokenizer: PreTrainedTokenizerBase,
     haystack: Haystack,
@@ -144,8 +156,22 @@ def make_sample(
     The needle lies at the line end nearest before `depth` of the text. Errors: OptionError where there is no room.
     """
     rng = random.Random(f"grid {seed} {length} {depth} {index}")
+    planted = plant(tokenizer, haystack, length, depth, rng, style, default_bos(tokenizer))
+    return planted.ids[: -len(planted.said)], planted.said
+
+
+def plant(
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Haystack,
+    length: int,
+    depth: float,
+    rng: random.Random,
+    style: Style,
+    bos: Sequence[int],
+) -> Planted:
+    """A text of exactly `length` tokens, BOS and answer included, with a needle at the line end nearest before `depth`,
+    0 to 1. The haystack is repeated as needed. Errors: OptionError where there is no room."""
     key, value = rng.choice(KEYS), f"{rng.randrange(10**style.digits):0{style.digits}d}"
-    bos = default_bos(tokenizer)
     intro = encode(tokenizer, style.intro)
     needle = encode(tokenizer, style.needle.format(key=key, value=value))
     asked = encode(tokenizer, style.question.format(key=key, value=value))
@@ -154,8 +180,13 @@ def make_sample(
     room = length - len(bos) - len(intro) - len(needle) - len(asked)
     if room < 1:
         raise OptionError(f"{length} tokens leave no room for text around a needle: give {length - room + 1} or more")
-    body, _ = weave(stretch(_repeated(haystack, room), room, rng), [(depth, needle)])
-    return [*bos, *intro, *body, *asked[:shared]], asked[shared:]
+    body, places = weave(stretch(_repeated(haystack, room), room, rng), [(depth, needle)])
+    start = len(bos) + len(intro) + places[0]
+    ids = [*bos, *intro, *body, *asked]
+    first = len(ids) - len(asked) + shared
+    return Planted(
+        ids, list(range(first - 1, len(ids) - 1)), asked[shared:], (start, start + len(needle)), depth
+    )  # fmt: skip
 
 
 @torch.inference_mode()
