@@ -1,4 +1,4 @@
-"""What a RULER task is: a prompt of any number of units (lines, words, documents) and what a right answer holds.
+"""What a RULER task is: a prompt of any number of units (lines, words, draws) and what a right answer holds.
 
 A draft depends on nothing but its units and its `Request`; the sizing in `prompts` picks the units that fill the
 length.
@@ -6,7 +6,7 @@ length.
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class Request:
 class Draft:
     """A prompt in the making."""
 
-    pieces: list[str]  # joined, they are the text; cut where tokenizers cut, so that their counts add up
+    text: str
     prefix: str  # the first words of the answer, given to the model
     references: list[str]  # the strings that a right answer holds
     delimiter: str = " "  # between text and prefix where no chat template stands between them
@@ -84,6 +84,22 @@ class Task:
         start, step = self.grid(request.length)
         low, _ = self.bounds(request)
         return max(low, units - (units - start) % step if units >= start else 0)
+
+    def after(self, units: int, request: Request) -> int:
+        """The next larger number of units that the request's flavour may take."""
+        if not request.flavour.coarse:
+            return units + 1
+        start, step = self.grid(request.length)
+        return units + step - (units - start) % step if units >= start else start
+
+
+def drawn(count: int, rng: random.Random) -> Iterator[int]:
+    """The numbers below `count` in an order drawn as far as it is read (Fisher and Yates's)."""
+    moved: dict[int, int] = {}
+    for i in range(count):
+        j = rng.randrange(i, count)
+        yield moved.get(j, j)
+        moved[j] = moved.get(i, i)
 
 
 class TooShortError(OptionError):

@@ -36,7 +36,7 @@ from ropex.eval.share import gather, processes
 
 ANSWERS = "answers.jsonl"
 _KEY = ("checkpoint", "method", "task", "length", "seed", "index", "fingerprint")
-_REVISION = 2  # raise when prompts or generation change: answers logged before are then not reused
+_REVISION = 3  # raise when prompts or generation change: answers logged before are then not reused
 
 
 def evaluate_ruler(

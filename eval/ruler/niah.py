@@ -63,7 +63,7 @@ class Niah:
         )
         head, tail = template.split("{context}")
         return Draft(
-            pieces=[head.format(type_needle_v=kind), *body, tail.format(type_needle_v=kind, query=query)],
+            text=head.format(type_needle_v=kind) + body + tail.format(type_needle_v=kind, query=query),
             prefix=prefix.format(kind, query),
             references=[value for i in asked for value in values[i]],
             facts={"depth": depths[first]},
@@ -78,15 +78,13 @@ class Niah:
     def _line(self, request: Request, key: str, value: str) -> str:
         return request.wording.niah_needle.format(type_needle_v=self.value, key=key, value=value)
 
-    def _essay(self, words: int, request: Request, needles: list[tuple[float, str]]) -> list[str]:
-        """Sentences with the needles between them, each with the space before it but for the first."""
-        sentences = _essays(request).first(words)
-        return [(" " if i else "") + text for i, text in enumerate(_insert(sentences, needles))]
+    def _essay(self, words: int, request: Request, needles: list[tuple[float, str]]) -> str:
+        """Sentences with the needles between them."""
+        return " ".join(_insert(_essays(request).first(words), needles))
 
-    def _lines(self, units: int, request: Request, needles: list[tuple[float, str]]) -> list[str]:
+    def _lines(self, units: int, request: Request, needles: list[tuple[float, str]]) -> str:
         lines = [request.wording.niah_noise] * units if self.haystack == "noise" else self._others(units, request)
-        woven = _insert(lines, needles)
-        return [*(line + "\n" for line in woven[:-1]), woven[-1]]
+        return "\n".join(_insert(lines, needles))
 
     def _others(self, units: int, request: Request) -> list[str]:
         """Needles that nobody asks for; the first ones stay the same as they grow in number."""

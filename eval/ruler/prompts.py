@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from ropex.errors import OptionError, first_line
-from ropex.eval.models import default_bos
-from ropex.eval.ruler.blocks import Blocks
+from ropex.eval.models import default_bos, encode, encode_all
 from ropex.eval.ruler.draft import Draft, Request, Task, too_short
 from ropex.eval.ruler.flavours import FLAVOURS, Flavour
 from ropex.eval.ruler.sources import Sources
 
-_ROUNDS = 6  # the whole prompt is tokenised once a round; a round corrects the one before, two are the rule
-_FULL = 0.985  # of the room: a prompt that fills as much is not made longer
-_NEAR = 1 / 256  # of the room: how close to it the search by counts has to come
-_SURELY = 1.1  # times the tokens counted: a prompt is not longer than that
+_ROUNDS = 6  # the whole prompt is tokenised once a round; each corrects the one before
+_FULL = 0.97  # of the room: a prompt that fills as much is not made longer
+_AIM = 0.988  # of the room: where estimates are to come out, so that few prompts are too long or too short
+_NEAR = 1 / 512  # of the room: how close to it the search by estimates has to come
+_TOKENS_PER_CHARACTER = 0.25  # before anything has been measured
 _SECANTS = 8  # probes before the search halves instead
 
 
@@ -48,19 +48,19 @@ class Prompter:
         self.flavour = flavour
         self.sources = sources or Sources()
         self.bos = default_bos(tokenizer)
-        self.blocks = Blocks(tokenizer)
+        self._starts: dict[tuple[str, int, int], tuple[int, float]] = {}
 
     def request(self, task: Task, length: int, seed: int, index: int) -> Request:
-        return Request(
-            task.name, length, seed, index, lambda piece: self.blocks.count([piece]), self.flavour, self.sources
-        )
+        def count(text: str) -> int:
+            return len(encode(self.tokenizer, text))
 
-    def render(self, draft: Draft) -> list[str]:
-        """The pieces that are tokenised: the text and the answer's first words, as a chat if so asked."""
+        return Request(task.name, length, seed, index, count, self.flavour, self.sources)
+
+    def render(self, draft: Draft) -> str:
+        """What is tokenised: the text and the answer's first words, as a chat if so asked."""
         if not self.chat_template:
-            return [*draft.pieces, draft.delimiter + draft.prefix]
-        text = "".join(draft.pieces)
-        messages = [{"role": "user", "content": text}]
+            return draft.text + draft.delimiter + draft.prefix
+        messages = [{"role": "user", "content": draft.text}]
         try:
             chat = str(
                 self.tokenizer.apply_chat_template(
@@ -69,16 +69,25 @@ class Prompter:
             )
         except Exception as error:  # templates are programs
             raise OptionError(f"the chat template fails ({first_line(error)}): evaluate without it") from None
-        before, found, after = chat.partition(text)
-        if not found and text.strip() not in chat:
+        if draft.text.strip() not in chat:
             raise OptionError("the chat template changes or drops the text of a message: evaluate without it")
-        return [before, *draft.pieces, after + draft.prefix] if found else [chat + draft.prefix]
+        return chat + draft.prefix
 
-    def encode(self, rendered: Sequence[Sequence[str]]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids with exactly one BOS if the tokenizer or the template adds one, and no EOS."""
         return [
-            ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids] for ids in self.blocks.join(rendered)
-        ]  # fmt: skip
+            ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids] for ids in encode_all(self.tokenizer, texts)
+        ]
+
+    def start(self, task: Task, length: int, seed: int) -> tuple[int, float]:
+        """Where the search for every sample's units begins: those that fill the length in a sample that is not asked
+        for, and its tokens per character. None of it depends on which samples are."""
+        key = (task.name, length, seed)
+        if key not in self._starts:
+            probe = _Fit(task, length, self, seed, -1, (0, _TOKENS_PER_CHARACTER))
+            _search([probe], self)
+            self._starts[key] = probe.units, probe.ratio
+        return self._starts[key]
 
 
 def make_samples(task: Task, length: int, prompter: Prompter, seed: int, indices: Sequence[int]) -> list[Sample]:
@@ -86,11 +95,9 @@ def make_samples(task: Task, length: int, prompter: Prompter, seed: int, indices
 
     Raises OptionError if the length is too short for the task.
     """
-    fits = [_Fit(task, length, prompter, seed, index) for index in indices]
-    for _ in range(_ROUNDS):
-        trials = [(fit, pieces) for fit in fits if (pieces := fit.trial()) is not None]
-        for (fit, _), ids in zip(trials, prompter.encode([pieces for _, pieces in trials]), strict=True):
-            fit.take(ids)
+    start = prompter.start(task, length, seed)
+    fits = [_Fit(task, length, prompter, seed, index, start) for index in indices]
+    _search(fits, prompter)
     return [fit.sample() for fit in fits]
 
 
@@ -101,57 +108,69 @@ def make_sample(task: Task, length: int, prompter: Prompter, seed: int, index: i
 
 
 class _Fit:
-    """The search for the units of one sample: first by the counts of pieces, then by what whole prompts measure."""
+    """The search for the units of one sample: by their characters, and by the tokens that whole prompts are found to
+    have."""
 
-    def __init__(self, task: Task, length: int, prompter: Prompter, seed: int, index: int) -> None:
+    def __init__(
+        self, task: Task, length: int, prompter: Prompter, seed: int, index: int, start: tuple[int, float]
+    ) -> None:
         self.task, self.length, self.prompter = task, length, prompter
         self.request = prompter.request(task, length, seed, index)
         self.room = length - task.tokens_to_generate
         self.low, self.high = task.bounds(self.request)
-        self.ratio = 1.0  # of tokens measured to tokens counted
-        self.units = 0
+        self.units, self.ratio = start  # tokens per character
         self.best: Sample | None = None
         self.done = False
-        self.last: tuple[int, Draft, list[str]] | None = None
-        self.counts: dict[int, int] = {}
+        self.last: tuple[int, Draft, str] | None = None
+        self.characters: dict[int, int] = {}
 
-    def draft(self, units: int) -> tuple[Draft, list[str]]:
-        """The draft and its pieces; the last ones are kept."""
+    def draft(self, units: int) -> tuple[Draft, str]:
+        """The draft and the text that it is rendered to; the last ones are kept."""
         if self.last is None or self.last[0] != units:
             draft = self.task.draft(units, self.request)
             self.last = (units, draft, self.prompter.render(draft))
+            self.characters[units] = len(self.last[2])
         return self.last[1:]
 
-    def counted(self, units: int) -> float:
-        if units not in self.counts:
-            self.counts[units] = len(self.prompter.bos) + self.prompter.blocks.count(self.draft(units)[1])
-        return self.ratio * self.counts[units]
+    def estimate(self, units: int) -> float:
+        """Tokens."""
+        if units not in self.characters:
+            self.draft(units)
+        return self.ratio * self.characters[units]
 
-    def trial(self) -> list[str] | None:
-        """The pieces of the next prompt to measure; None where the search is over."""
-        if self.done or self.low > self.high or (self.best and self.counted(self.low) > self.room):
+    def trial(self) -> str | None:
+        """The next prompt to measure; None where the search is over."""
+        if self.done or self.low > self.high or (self.best and self.estimate(self.low) > self.room):
             self.done = True
             return None
-        most = _largest(self.counted, self.room, self.low, self.high)
+        most = _largest(self.estimate, _AIM * self.room, self.low, self.high, self.units)
         self.units = max(self.low, self.task.on_grid(most, self.request))
         return self.draft(self.units)[1]
 
     def take(self, ids: list[int]) -> None:
         """What that prompt's tokens are."""
+        draft, text = self.draft(self.units)
+        self.ratio = len(ids) / len(text)
         if len(ids) <= self.room:
-            draft, pieces = self.draft(self.units)
             fill = (len(ids) + self.task.tokens_to_generate) / self.length
-            self.best = Sample(self.request.index, ids, "".join(pieces), draft.references, fill, draft.facts)
-            self.done = self.request.flavour.coarse or len(ids) >= _FULL * self.room
-            self.low = self.units + 1
+            self.best = Sample(self.request.index, ids, text, draft.references, fill, draft.facts)
+            self.done = not self.request.flavour.coarse and len(ids) >= _FULL * self.room
+            self.low = self.task.after(self.units, self.request)
         else:
             self.high = self.units - 1
-        self.ratio *= len(ids) / self.counted(self.units)
 
     def sample(self) -> Sample:
         if self.best is None:
-            raise too_short(self.task.name, self.length, shortest_length(self.task, self.request, self.prompter))
+            (ids,) = self.prompter.encode([_shortest(self.task, self.request, self.prompter)])
+            raise too_short(self.task.name, self.length, len(ids) + self.task.tokens_to_generate)
         return self.best
+
+
+def _search(fits: Sequence[_Fit], prompter: Prompter) -> None:
+    for _ in range(_ROUNDS):
+        trials = [(fit, text) for fit in fits if (text := fit.trial()) is not None]
+        for (fit, _), ids in zip(trials, prompter.encode([text for _, text in trials]), strict=True):
+            fit.take(ids)
 
 
 def require_room(task: Task, length: int, prompter: Prompter, seed: int, samples: int = 1) -> None:
@@ -159,30 +178,21 @@ def require_room(task: Task, length: int, prompter: Prompter, seed: int, samples
 
     Questions come with documents of their own, so each sample of those tasks is looked at.
     """
-    for index in range(samples if task.metric == "part" else 1):
-        request = prompter.request(task, length, seed, index)
-        pieces = _shortest(task, request, prompter)
-        if _SURELY * (prompter.blocks.count(pieces) + len(prompter.bos)) + task.tokens_to_generate <= length:
-            continue
-        needed = shortest_length(task, request, prompter)
-        if needed > length:
-            raise too_short(task.name, length, needed)
+    indices = range(samples if task.metric == "part" else 1)
+    requests = (prompter.request(task, length, seed, index) for index in indices)
+    needed = max(map(len, prompter.encode([_shortest(task, request, prompter) for request in requests])))
+    if needed + task.tokens_to_generate > length:
+        raise too_short(task.name, length, needed + task.tokens_to_generate)
 
 
-def shortest_length(task: Task, request: Request, prompter: Prompter) -> int:
-    """Tokens that the shortest prompt of that request takes, with those to generate."""
-    (ids,) = prompter.encode([_shortest(task, request, prompter)])
-    return len(ids) + task.tokens_to_generate
-
-
-def _shortest(task: Task, request: Request, prompter: Prompter) -> list[str]:
+def _shortest(task: Task, request: Request, prompter: Prompter) -> str:
     return prompter.render(task.draft(task.bounds(request)[0], request))
 
 
-def _largest(size: Callable[[int], float], room: float, low: int, high: int) -> int:
+def _largest(size: Callable[[int], float], room: float, low: int, high: int, guess: int) -> int:
     """The largest n in [low, high] whose size is at most `room`, or one that comes near to it; `low` if none is.
 
-    By secants, since sizes are nearly proportional to n; by halves where these do not get there.
+    By secants from `guess` on, since sizes are nearly proportional to n; by halves where these do not get there.
     """
     below, above, at_below = low, high + 1, size(low)
     if at_below >= room:
@@ -192,7 +202,7 @@ def _largest(size: Callable[[int], float], room: float, low: int, high: int) -> 
         if above - below <= 1 or room - at_below < _NEAR * room:
             break
         if probe == 0:
-            guess = low + max(32, low)
+            guess = guess if low < guess <= high else low + max(32, low)
         elif probe < _SECANTS:
             guess = below + int((room - at_below) / slope)
         else:

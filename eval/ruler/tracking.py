@@ -25,17 +25,17 @@ def draft(units: int, request: Request) -> Draft:
     example = request.keep("example", lambda: _example(request))
     rng = request.rng()
     names = _names(rng, 5)
-    value = next(v for v in iter(lambda: str(rng.randint(10000, 99998)), None) if not any(v in e for e in example))
+    value = next(v for v in iter(lambda: str(rng.randint(10000, 99998)), None) if v not in example)
     head, tail = wording.vt_template.split("{context}")
-    lines = _joined(wording, _context(request.rng("order"), wording, units, names, value))
+    lines = wording.vt_join.join(_context(request.rng("order"), wording, units, names, value))
     return Draft(
-        pieces=[*example, head, *lines, tail.format(query=value)],
+        text=example + head + lines + tail.format(query=value),
         prefix=wording.vt_prefix.format(num_v=len(names), query=value).strip() + wording.vt_end,
         references=names,
     )
 
 
-def _example(request: Request) -> list[str]:
+def _example(request: Request) -> str:
     """The worked example: as many noise lines as its room takes, in fives by lm-eval's rules.
 
     The room, without the answer, is the flavour's, or half of the length where that is less.
@@ -44,27 +44,22 @@ def _example(request: Request) -> list[str]:
     room = min(request.flavour.vt_example_tokens, request.length // 2 - TOKENS_TO_GENERATE)
     lines = least = _HOPS + 2
     question, _ = _solved(request, lines)
-    used = sum(map(request.count, question))
+    used = request.count(question)
     lines += max(0, room - used) // request.count(wording.vt_noise + wording.vt_join)
     if request.flavour.coarse:
         lines = max(least, lines - lines % 5)
     question, answer = _solved(request, lines)
-    return [*question, answer + wording.vt_gap]
+    return question + answer + wording.vt_gap
 
 
-def _solved(request: Request, lines: int) -> tuple[list[str], str]:
+def _solved(request: Request, lines: int) -> tuple[str, str]:
     """The worked example with that many noise lines: the question with the answer's prefix, and the answer."""
     wording, rng = request.wording, request.rng("example")
     names, value = _names(rng, 3), str(rng.randint(10000, 99998))
     head, tail = wording.vt_template.split("{context}")
-    context = _joined(wording, _context(rng, wording, lines, names, value))
+    context = wording.vt_join.join(_context(rng, wording, lines, names, value))
     prefix = wording.vt_prefix.format(num_v=len(names), query=value)
-    return [head, *context, tail.format(query=value) + prefix], f" {' '.join(names)}"
-
-
-def _joined(wording: Wording, lines: list[str]) -> list[str]:
-    """Each line with what stands between it and the next."""
-    return [*(line + wording.vt_join for line in lines[:-1]), lines[-1]]
+    return head + context + tail.format(query=value) + prefix, f" {' '.join(names)}"
 
 
 def _names(rng: random.Random, letters: int) -> list[str]:

@@ -2,10 +2,11 @@
 
 import math
 from functools import cache
+from itertools import islice
 
 from ropex.errors import OptionError
-from ropex.eval.ruler.draft import Draft, Request
-from ropex.eval.ruler.wording import Wording, load_words
+from ropex.eval.ruler.draft import Draft, Request, drawn
+from ropex.eval.ruler.wording import load_words
 
 _SHORT = 4096  # tokens; below it RULER repeats the words of cwe less often
 _COMMON = 10
@@ -31,7 +32,8 @@ def cwe(units: int, request: Request) -> Draft:
     short = request.length < _SHORT
     often, seldom = (6, 1) if short else (30, 3)
     head, tail = wording.cwe_template.split("{context}")
-    words = request.keep("words", lambda: _shuffled(request))
+    words, more = request.keep("words", lambda: ([], drawn(len(cwe_words()), request.rng())))
+    words += (cwe_words()[i] for i in islice(more, max(0, units - len(words))))
     if units > len(words):
         words += _pairs(request, units - len(words), set(words))
     chosen = words[:units]
@@ -40,7 +42,7 @@ def cwe(units: int, request: Request) -> Draft:
         request.keep("example", lambda: _example(request, head, tail, short)) if request.flavour.cwe_example else ""
     )
     return Draft(
-        pieces=[example, head, *entries, tail],
+        text=example + head + entries + tail,
         prefix=wording.cwe_prefix.strip(),
         references=chosen[:_COMMON],
         delimiter=wording.cwe_delimiter,
@@ -51,7 +53,7 @@ def _example(request: Request, head: str, tail: str, short: bool) -> str:
     units, often, seldom = (20, 3, 1) if short else (40, 10, 3)
     wording = request.wording
     solved = request.rng("example").sample(cwe_words(), units)
-    listed = "".join(_entries(request, "example order", solved, often, seldom))
+    listed = _entries(request, "example order", solved, often, seldom)
     answer = " ".join(wording.cwe_entry.format(i, word) for i, word in enumerate(solved[:_COMMON], 1))
     return f"{head}{listed}{tail}{wording.cwe_prefix}{wording.cwe_gap}{answer}\n"
 
@@ -60,12 +62,6 @@ def _example(request: Request, head: str, tail: str, short: bool) -> str:
 def cwe_words() -> tuple[str, ...]:
     """Nouns, adjectives and verbs, sorted, each once."""
     return tuple(sorted({word for words in load_words().values() for word in words}))
-
-
-def _shuffled(request: Request) -> list[str]:
-    words = list(cwe_words())
-    request.rng().shuffle(words)
-    return words
 
 
 def _pairs(request: Request, count: int, taken: set[str]) -> list[str]:
@@ -79,16 +75,12 @@ def _pairs(request: Request, count: int, taken: set[str]) -> list[str]:
     return list(found)
 
 
-def _entries(request: Request, purpose: str, words: list[str], often: int, seldom: int) -> list[str]:
-    """The list's pieces: number and word of each entry apart, as numbers recur in all samples."""
-    drawn = words[:_COMMON] * often + words[_COMMON:] * seldom
-    request.rng(purpose).shuffle(drawn)
-    wording: Wording = request.wording
-    pieces: list[str] = []
-    for number, word in enumerate(drawn, 1):
-        entry = wording.cwe_entry.format(number, word)
-        pieces += [(" " if number > 1 else "") + entry.removesuffix(" " + word), " " + word]
-    return pieces
+def _entries(request: Request, purpose: str, words: list[str], often: int, seldom: int) -> str:
+    """The numbered list."""
+    listed = words[:_COMMON] * often + words[_COMMON:] * seldom
+    request.rng(purpose).shuffle(listed)
+    entry = request.wording.cwe_entry
+    return " ".join(entry.format(number, word) for number, word in enumerate(listed, 1))
 
 
 def fwe_bounds(request: Request) -> tuple[int, int]:
@@ -108,18 +100,16 @@ def fwe(units: int, request: Request) -> Draft:
     coded = request.keep("coded", lambda: _coded(request, fwe_vocabulary(request)))
     words = ["...", *coded]
     zeta_2 = math.pi**2 / 6
-    drawn: list[str] = []
+    listed: list[str] = []
     for rank, word in enumerate(words, 1):
         count = int(units / (rank**2 * zeta_2))
         if not count:
             break
-        drawn += [word] * count
-    request.rng("order").shuffle(drawn)
+        listed += [word] * count
+    request.rng("order").shuffle(listed)
     wording = request.wording
-    head, tail = wording.fwe_template.split("{context}")
-    head, gap = head.rstrip(" "), head[len(head.rstrip(" ")) :]
     return Draft(
-        pieces=[head, gap + drawn[0], *(" " + word for word in drawn[1:]), tail],
+        text=wording.fwe_template.replace("{context}", " ".join(listed)),
         prefix=wording.fwe_prefix.strip(),
         references=words[1:4],
     )

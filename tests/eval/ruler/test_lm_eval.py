@@ -84,7 +84,7 @@ def ours(prompter: Callable[..., Prompter], tokenizer: PreTrainedTokenizerFast) 
     def make(task: str, units: int, index: int, flavour: str = "lm-eval") -> tuple[Draft, str]:
         made = prompter(tokenizer, flavour=flavour)
         draft = TASKS[task].draft(units, made.request(TASKS[task], 4096, 0, index))
-        return draft, "".join(draft.pieces)
+        return draft, draft.text
 
     return make
 

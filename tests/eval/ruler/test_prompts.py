@@ -3,7 +3,6 @@
 import random
 import re
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -44,7 +43,7 @@ def plain(prompter: Make, tokenizer: PreTrainedTokenizerFast) -> Prompter:
 def test_prompt_and_answer_fill_the_length_and_never_exceed_it(
     task: str, kind: dict, tokenizers: Callable[..., PreTrainedTokenizerFast], prompter: Make
 ) -> None:
-    """RX-41. Documents are put in whole, so a prompt of few documents may leave more room."""
+    """RX-41."""
     made = prompter(tokenizers(**kind), chat=kind.get("chat", False))
     for length in (2048, 5000):
         try:
@@ -54,7 +53,7 @@ def test_prompt_and_answer_fill_the_length_and_never_exceed_it(
             continue
         for got in make_samples(TASKS[task], length, made, 0, range(2)):
             used = len(got.input_ids) + TASKS[task].tokens_to_generate
-            assert (0.7 if task.startswith("qa") and length < 4096 else 0.9) * length <= used <= length
+            assert 0.9 * length <= used <= length
             assert got.fill == used / length
 
 
@@ -63,7 +62,6 @@ def test_prompt_and_answer_fill_the_length_and_never_exceed_it(
 def test_the_ids_are_those_of_the_whole_text(
     task: str, kind: dict, tokenizers: Callable[..., PreTrainedTokenizerFast], prompter: Make
 ) -> None:
-    """Ids put together from pieces, and the text tokenised at once."""
     made = prompter(tokenizers(**kind), chat=kind.get("chat", False))
     try:
         got = make_samples(TASKS[task], 3000, made, 0, range(4))
@@ -116,28 +114,18 @@ def test_a_sample_depends_on_nothing_but_its_arguments(
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_pieces_are_tokenised_once_and_the_prompt_twice_at_most(
+def test_most_prompts_are_tokenised_once(
     task: str, prompter: Make, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = prompter(tokenizer)
-    seen: list[str] = []
-    plainly = made.blocks.encode
-    monkeypatch.setattr(made.blocks, "encode", lambda texts: seen.extend(texts) or plainly(texts))
-    got = sample(task, 4096, made)
-    assert max(Counter(seen).values()) == 1
-    assert sum(len(text) > len(got.text) / 2 for text in seen) <= 2
-
-
-def test_what_samples_share_is_not_tokenised_again(
-    prompter: Make, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = prompter(tokenizer)
-    make_samples(TASKS["niah_single_1"], 4096, made, 0, range(2))
-    seen: list[str] = []
-    plainly = made.blocks.encode
-    monkeypatch.setattr(made.blocks, "encode", lambda texts: seen.extend(texts) or plainly(texts))
-    (got,) = make_samples(TASKS["niah_single_1"], 4096, made, 0, [2])
-    assert sum(map(len, seen)) < len(got.text) / 5
+    make_sample(TASKS[task], 5000, made, 0, 99)
+    measured: list[str] = []
+    plainly = made.encode
+    monkeypatch.setattr(made, "encode", lambda texts: measured.extend(texts) or plainly(texts))
+    got = make_samples(TASKS[task], 5000, made, 0, range(20))
+    assert {one.text for one in got} <= set(measured)
+    assert len(measured) < 40
+    assert all(one.fill > 0.98 for one in got)
 
 
 @pytest.mark.parametrize("task", TASKS)
