@@ -72,6 +72,9 @@ def extend(
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what each stage needs of memory, from headers alone, and stop.")
     ] = False,
+    plan_devices: Annotated[
+        int, typer.Option(help="Devices that --plan is for; FSDP2 shards the backbone over them.")
+    ] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run that ropex wrote.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -82,7 +85,7 @@ def extend(
       ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048
       ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048 --resume
       ropex extend ./SmolLM2-135M -o run --recipe smollm2-135m-16k --data books/ --eval-data held-out.txt
-      ropex extend ./Llama-3-8B --recipe llama3-8b-64k --plan
+      ropex extend ./Llama-3-8B --recipe llama3-8b-64k --plan --plan-devices 8
       ropex extend ./SmolLM2-135M -o healed --target 16k --data books/ --to rope-id --strategy full --dtype float32
     """
     asked: dict[str, Any] = {
@@ -128,7 +131,7 @@ def extend(
     if not src:
         raise typer.BadParameter("give the checkpoint, here or in the recipe", param_hint="SRC")
     if plan:
-        show_plan(src, asked, as_json)
+        show_plan(src, asked, plan_devices, as_json)
         return
     for value, hint in ((out, "--out"), (texts, "--data")):
         if not value:
@@ -190,11 +193,11 @@ def before_and_after(
     return report
 
 
-def show_plan(source: str, asked: dict[str, Any], as_json: bool) -> None:
+def show_plan(source: str, asked: dict[str, Any], devices: int, as_json: bool) -> None:
     """Bytes by stage and by what holds them."""
     from ropex.train.plan import plan
 
-    result = plan(source, **asked)
+    result = plan(source, devices, **asked)
     if as_json:
         print_json(result)
         return

@@ -9,21 +9,31 @@ from ropex.seam import rope_of_model
 from ropex.train.devices import held, layers_of
 from ropex.train.loss import chunk_tokens
 from ropex.train.settings import Settings
-from ropex.train.trainable import Trained
+from ropex.train.trainable import WEIGHT, Trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def estimate(model: "PreTrainedModel", tensors: list[Trained], settings: Settings, pieces: int = 1) -> dict[str, int]:
+def estimate(
+    model: "PreTrainedModel", tensors: list[Trained], settings: Settings, pieces: int = 1, shards: int = 1
+) -> dict[str, int]:
     """Bytes of a process by what holds them: parameters, gradients and optimiser, activations, logits, what is gathered
-    of a backbone in shards, and their sum, `total`. pieces: processes that share a window's tokens.
+    of a backbone in shards, and their sum, `total`. pieces: processes that share a window's tokens. shards: processes
+    that are to share the backbone of a model which is whole yet.
 
     Activations count what the backward pass keeps of each layer: norms in float32, projections, the two inner states
     of the MLP; with gradient checkpointing, each layer's input and one layer's rest. Attention is counted as linear in
     the window, which flash and SDPA kernels are and eager is not.
     """
-    config, trained = model.config, sum(held(t.parameter).numel() for t in tensors)
+    config = model.config
+    whole = {id(t.parameter) for t in tensors if t.kind != WEIGHT}
+    spread = {id(p) for p in model.parameters() if isinstance(p, DTensor) or (shards > 1 and id(p) not in whole)}
+
+    def own(tensor: torch.Tensor) -> int:
+        """Numbers of it that one process has."""
+        return held(tensor).numel() // (shards if id(tensor) in spread else 1)
+
     width = next(model.parameters()).element_size()
     tokens = settings.batch_size * settings.sample_tokens // pieces
     rope = rope_of_model(model)
@@ -33,13 +43,13 @@ def estimate(model: "PreTrainedModel", tensors: list[Trained], settings: Setting
     layer = tokens * (hidden * (4 * 4 + 4 * width) + head_dim * (heads + kv_heads) * 6 * width + inner * 5 * width)
     kept = layers * tokens * hidden * width + layer if settings.grad_ckpt else layers * layer
     parts = {
-        "parameters": sum(size_of(held(p)) for p in model.parameters()),
-        "optimiser": trained * 4 * 3,
+        "parameters": sum(own(p) * p.element_size() for p in model.parameters()),
+        "optimiser": sum(own(t.parameter) for t in tensors) * 4 * 3,
         "activations": kept,
         "logits": min(chunk_tokens(config.vocab_size), tokens) * config.vocab_size * (width + 4 * 3),
     }
-    if whole := _gathered(model):
-        parts["gathered"] = whole
+    if spread:
+        parts["gathered"] = _gathered(model, spread)
     return parts | {"total": sum(parts.values())}
 
 
@@ -48,8 +58,7 @@ def size_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _gathered(model: "PreTrainedModel") -> int:
+def _gathered(model: "PreTrainedModel", spread: set[int]) -> int:
     """Bytes that are whole at once of a backbone in shards: a layer, the next one, and all that is no layer's."""
-    shards = [p for p in model.parameters() if isinstance(p, DTensor)]
-    layers = [sum(size_of(p) for p in layer.parameters() if isinstance(p, DTensor)) for layer in layers_of(model)]
-    return sum(map(size_of, shards)) - sum(layers) + 2 * max(layers)
+    layers = [sum(size_of(p) for p in layer.parameters() if id(p) in spread) for layer in layers_of(model)]
+    return sum(size_of(p) for p in model.parameters() if id(p) in spread) - sum(layers) + 2 * max(layers)

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def plan(source: str, **asked: Any) -> dict[str, Any]:
-    """Memory of each stage of `extend(source, **asked)`: {"stages": {name: {part: bytes}}, "device", "available",
-    "notes"}. No weight is read. Errors: OptionError for settings that cannot be."""
+def plan(source: str, devices: int = 1, **asked: Any) -> dict[str, Any]:
+    """Memory of each stage of `extend(source, **asked)` on each of so many devices, over which FSDP2 shards the
+    backbone: {"stages": {name: {part: bytes}}, "device", "available", "notes"}. No weight is read. Errors: OptionError
+    for settings that cannot be."""
+    if devices < 1:
+        raise OptionError(f"a plan for {devices} devices: give 1 or more")
     names = {f.name for f in fields(Settings)}
     settings = Settings(**{"target": None, **{k: v for k, v in asked.items() if k in names}})
     check(settings)
@@ -36,8 +39,8 @@ def plan(source: str, **asked: Any) -> dict[str, Any]:
         if stage.lora:
             add_lora(model, settings.lora_r, settings.lora_alpha, settings.seed)
         choose(model, stage, settings.ada_freq, settings.ada_scale)
-        stages[stage.name] = estimate(model, trainable(model), settings)
-        if said := too_large(model, stage, trainable(model), settings, available):
+        stages[stage.name] = estimate(model, trainable(model), settings, shards=devices)
+        if said := too_large(model, stage, trainable(model), settings, available, shards=devices):
             notes.append(said)
     return {"stages": stages, "device": device, "available": available, "notes": notes}
 
@@ -59,9 +62,14 @@ def too_large(
     settings: Settings,
     available: int,
     pieces: int = 1,
+    shards: int = 1,
 ) -> str | None:
     """What to say of a stage that needs more than there is, or None. Estimates are rough: half as much again passes."""
-    needed = estimate(model, tensors, settings, pieces)["total"]
+
+    def total(settings: Settings) -> int:
+        return estimate(model, tensors, settings, pieces, shards)["total"]
+
+    needed = total(settings)
     if needed <= 1.5 * available:
         return None
     cures = [
@@ -75,8 +83,8 @@ def too_large(
         cures.append(
             (f"--window {window} and --grad-ckpt", replace(settings, grad_ckpt=True, window=window, batch_size=1))
         )
-    fits = next((name for name, wish in cures if estimate(model, tensors, wish, pieces)["total"] <= available), None)
-    cure = f"{fits} would fit" if fits else "no setting makes it fit: take a device with more memory"
+    fits = next((name for name, wish in cures if total(wish) <= available), None)
+    cure = f"{fits} would fit" if fits else "no setting makes it fit: take more memory, or FSDP2 over more devices"
     return f"stage {stage.name} needs about {size(needed)} and there are {size(available)}: {cure}"
 
 

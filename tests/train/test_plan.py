@@ -20,6 +20,20 @@ def test_a_plan_counts_each_stage_from_headers_alone(checkpoint: Path) -> None:
     assert result["notes"] == []
 
 
+def test_shards_split_the_backbone_alone(checkpoint: Path) -> None:
+    one, four = (plan(str(checkpoint), n, target=1024, window=256)["stages"]["warmup"] for n in (1, 4))
+    assert four["parameters"] == pytest.approx(one["parameters"] / 4, rel=0.01)
+    assert [four[name] for name in ("optimiser", "activations", "logits")] == [
+        one[name] for name in ("optimiser", "activations", "logits")
+    ]
+    assert "gathered" not in one and one["parameters"] / 2 < four["gathered"] <= one["parameters"]
+    asked = {"target": 256, "to": "yarn", "strategy": "full", "dtype": "float32"}
+    whole, half = (plan(str(checkpoint), n, **asked)["stages"]["full"]["optimiser"] for n in (1, 2))
+    assert half == pytest.approx(whole / 2, rel=0.01)
+    with pytest.raises(OptionError, match="0 devices"):
+        plan(str(checkpoint), 0, target=1024)
+
+
 def test_full_training_counts_every_weight(checkpoint: Path) -> None:
     result = plan(str(checkpoint), target=256, to="yarn", strategy="full", dtype="float32")
     assert result["stages"]["full"]["optimiser"] > 2 * result["stages"]["full"]["parameters"]
