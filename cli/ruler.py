@@ -45,6 +45,9 @@ def ruler(
     batch_size: Annotated[
         int | None, typer.Option(help="Prompts at a time; halved where memory runs out. \\[default: by length]")
     ] = None,
+    backend: Annotated[
+        str, typer.Option(help="What answers: hf (transformers), or vllm for stock checkpoints and exports.")
+    ] = "hf",
     out: Out = None,
     plot: Plot = None,
     as_json: Json = False,
@@ -58,6 +61,7 @@ def ruler(
     """
     sizes = lengths(at)
     one_of("--flavour", flavour, "nvidia", "lm-eval")
+    one_of("--backend", backend, "hf", "vllm")
     if prepare:
         raise typer.Exit(_prepare(as_json))
     if not checkpoints:
@@ -83,6 +87,7 @@ def ruler(
             dtype=dtype,
             chat_template=chat_template,
             batch_size=batch_size,
+            backend=backend,
             out=out,
             progress=listener,
         )

@@ -1,11 +1,13 @@
 """How many prompts at a time."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ropex.errors import OptionError
+from ropex.eval.models import load_model, method_of, weights_fingerprint
 from ropex.eval.ruler.generate import Answer, Ask, greedy_answers
 
 _ROWS = {"cuda": (32, 2**19), "cpu": (8, 2**15)}  # of a batch at most, and its tokens at most
@@ -15,11 +17,30 @@ class NoRoomError(OptionError):
     """Not even one prompt of that length can be answered."""
 
 
-class Batches:
-    """Answers of a model in batches as large as memory takes, which it finds by halving them where it runs out."""
+class Backend(Protocol):
+    """What answers for one checkpoint: its method, dtype and weights' fingerprint, and what there is to tell."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
-        self.model, self.tokenizer, self.size = model, tokenizer, size
+    method: str
+    dtype: str
+    weights: str
+    notes: list[str]
+
+    def rows(self, length: int) -> int:
+        """Prompts that `answers` is given at a time."""
+
+    def answers(self, asks: Sequence[Ask], length: int, tokens_to_generate: int) -> list[Answer]:
+        """Of prompts for that length."""
+
+
+class Batches:
+    """Answers by transformers in batches as large as memory takes, found by halving them where it runs out."""
+
+    def __init__(
+        self, checkpoint: str, dtype: str | torch.dtype | None, tokenizer: PreTrainedTokenizerBase, size: int | None
+    ) -> None:
+        self.model, self.tokenizer, self.size = load_model(checkpoint, dtype), tokenizer, size
+        self.method, self.dtype = method_of(self.model), str(self.model.dtype)
+        self.weights = weights_fingerprint(self.model)
         self.notes: list[str] = []
         self._least: dict[int, int] = {}  # rows that did fit, by length, once memory ran out
 

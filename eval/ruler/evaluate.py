@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 
 from ropex.errors import DataError, OptionError, RopexError
 from ropex.eval.log import Log
-from ropex.eval.models import (
-    load_model,
-    load_tokenizer,
-    method_of,
-    tokenizer_fingerprint,
-    versions,
-    weights_fingerprint,
-)
+from ropex.eval.models import load_tokenizer, tokenizer_fingerprint, versions
 from ropex.eval.progress import Progress, silent
-from ropex.eval.ruler.batches import Batches, NoRoomError
+from ropex.eval.ruler.batches import Backend, Batches, NoRoomError
 from ropex.eval.ruler.draft import Task, TooShortError
 from ropex.eval.ruler.flavours import get_flavour
 from ropex.eval.ruler.generate import Answer, Ask
@@ -31,10 +24,12 @@ from ropex.eval.ruler.score import Metric, score
 from ropex.eval.ruler.sources import Sources, find_sources
 from ropex.eval.ruler.summary import means, summarise
 from ropex.eval.ruler.tasks import get_tasks
+from ropex.eval.ruler.vllm import Vllm, check_vllm
 from ropex.eval.ruler.wording import load_wording
 from ropex.eval.share import gather, processes
 
 ANSWERS = "answers.jsonl"
+BACKENDS = ("hf", "vllm")
 _KEY = ("checkpoint", "method", "task", "length", "seed", "index", "fingerprint")
 _REVISION = 3  # raise when prompts or generation change: answers logged before are then not reused
 
@@ -53,6 +48,7 @@ def evaluate_ruler(
     dtype: str | torch.dtype | None = None,
     chat_template: bool = False,
     batch_size: int | None = None,
+    backend: str = "hf",
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -60,9 +56,9 @@ def evaluate_ruler(
 
     tasks: names, or None for all 13; a task whose data is missing is left out and listed under "not_run", and so is one
     of all 13 that a length is too short for. essays: a text, a folder of them, or "pg"; these and squad and hotpot are
-    looked for in the cache folder where they are not given. Answers are greedy. With `out`, a folder, answers are
-    appended to its answers.jsonl as they come, a later run with the same settings, weights and tokenizer takes them
-    from there, and report.json is written at the end.
+    looked for in the cache folder where they are not given. backend: one of BACKENDS. Answers are greedy. With `out`, a
+    folder, answers are appended to its answers.jsonl as they come, a later run with the same settings, weights and
+    tokenizer takes them from there, and report.json is written at the end.
 
     Returns {"kind", "results": [{"checkpoint", "method", "length", "task", "score", "samples", "fill", ...}], "means":
     [{"checkpoint", "effective_length", "lengths": [{"length", "mean", "interval", "tasks"}]}], "not_run": [{"task",
@@ -73,7 +69,7 @@ def evaluate_ruler(
     its own. Raises OptionError, before any model is loaded, for options that make no sense and lengths too short.
     """
     rules, chosen = get_flavour(flavour), get_tasks(tasks)
-    _check_options(checkpoints, chosen, lengths, samples, batch_size)
+    _check_options(checkpoints, chosen, lengths, samples, batch_size, backend)
     everyone = processes()
     report = progress if progress and everyone.is_main_process else silent
     log = Log(out, ANSWERS, _KEY)
@@ -92,11 +88,10 @@ def evaluate_ruler(
     notes: list[str] = []
     for checkpoint, prompter in ((name, prompters[kind]) for name, kind in tokenizers.items()):
         report(f"loading {checkpoint}", done, total)
-        model = load_model(checkpoint, dtype)
-        method = method_of(model)
+        batches = _open(backend, checkpoint, dtype, prompter.tokenizer, batch_size, max(lengths))
+        method = batches.method
         key: dict[str, Any] = {"checkpoint": checkpoint, "method": method, "seed": seed}
-        settings = _settings(model, prompter)
-        batches = Batches(model, prompter.tokenizer, batch_size)
+        settings = _settings(backend, batches, prompter)
         for task, length in cells:
             key |= {"task": task.name, "length": length, "fingerprint": _fingerprint(settings, task, sources)}
             records, start = [], done
@@ -117,7 +112,7 @@ def evaluate_ruler(
             by_task = scores.setdefault((checkpoint, method, length), {})
             by_task[task.name] = [record["score"] for record in records]
         notes += [f"{checkpoint}: {note}" for told in gather(batches.notes) for note in told]
-        del model, batches
+        del batches
     report("done", total, total)
     if not results:
         raise OptionError(not_run[-1]["why"])
@@ -133,6 +128,7 @@ def evaluate_ruler(
             "seed": seed,
             "flavour": flavour,
             "chat_template": chat_template,
+            "backend": backend,
             "dtype": str(dtype or "as stored"),
             "data": sources.digests(),
             "versions": versions("lm_eval", "wonderwords"),
@@ -203,7 +199,7 @@ def _records(
     length: int,
     seed: int,
     prompter: Prompter,
-    batches: Batches,
+    batches: Backend,
     log: Log,
     key: dict[str, Any],
 ) -> list[dict[str, Any]]:
@@ -237,16 +233,30 @@ def _record(sample: Sample, answer: Answer, metric: Metric) -> dict[str, Any]:
     }
 
 
-def _settings(model: PreTrainedModel, prompter: Prompter) -> dict[str, Any]:
+def _open(
+    backend: str,
+    checkpoint: str,
+    dtype: str | torch.dtype | None,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int | None,
+    longest: int,
+) -> Backend:
+    if backend == "vllm":
+        return Vllm(checkpoint, dtype, tokenizer, longest)
+    return Batches(checkpoint, dtype, tokenizer, batch_size)
+
+
+def _settings(backend: str, answering: Backend, prompter: Prompter) -> dict[str, Any]:
     """All that answers depend on, but for the task and its data."""
     return {
         "revision": _REVISION,
-        "weights": weights_fingerprint(model),
+        "backend": backend,
+        "weights": answering.weights,
         "tokenizer": tokenizer_fingerprint(prompter.tokenizer),
         "template": prompter.tokenizer.chat_template if prompter.chat_template else None,
         "flavour": asdict(prompter.flavour),
         "wording": asdict(load_wording(prompter.flavour.nvidia_wording)),
-        "dtype": str(model.dtype),
+        "dtype": answering.dtype,
     }
 
 
@@ -256,10 +266,19 @@ def _fingerprint(settings: dict[str, Any], task: Task, sources: Sources) -> str:
 
 
 def _check_options(
-    checkpoints: Sequence[str], tasks: Sequence[Task], lengths: Sequence[int], samples: int, batch_size: int | None
+    checkpoints: Sequence[str],
+    tasks: Sequence[Task],
+    lengths: Sequence[int],
+    samples: int,
+    batch_size: int | None,
+    backend: str,
 ) -> None:
     if not checkpoints or not tasks or not lengths:
         raise OptionError("nothing to evaluate: name at least one checkpoint, one task and one length")
     for name, value in (("number of samples", samples), ("batch size", batch_size)):
         if value is not None and value < 1:
             raise OptionError(f"the {name}, {value}, must be 1 or more")
+    if backend not in BACKENDS:
+        raise OptionError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
+    if backend == "vllm":
+        check_vllm(checkpoints)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from ropex.eval.ruler.score import Metric, settled
@@ -51,7 +51,7 @@ def greedy_answers(
     Logits of a prompt are computed at its last position only. The checkpoint's own sampling settings (temperature,
     penalties) play no part. Raises torch.OutOfMemoryError where there is not enough for all rows at once.
     """
-    stops, answers = stop_ids(model, tokenizer), dict[int, Answer]()
+    stops, answers = stop_ids(model.generation_config, tokenizer), dict[int, Answer]()
     together = _turns_by_position(model)
     read: list[tuple[int, Any, Tensor]] = []  # row, cache, the first token's logits
     for row in sorted(range(len(asks)), key=lambda i: list(asks[i].input_ids)):
@@ -201,8 +201,8 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that end an answer: the checkpoint's generation settings' and the tokenizer's EOS."""
-    named = model.generation_config.eos_token_id if model.generation_config else None
+    named = settings.eos_token_id if settings else None
     listed = named if isinstance(named, list) else [named]
     return sorted({int(i) for i in [*listed, tokenizer.eos_token_id] if i is not None})
