@@ -1,13 +1,16 @@
-"""SmolLM2-135M to 2 and 4 times its window: methods at equal training tokens, by NLL and RULER.
+"""SmolLM2-135M to 2 and 4 times its window: methods at equal training tokens, by NLL, recall and RULER.
 
     python benchmarks/smollm2.py --checkpoint SmolLM2 --data train/ --eval-data dev/ --out DIR [--targets 16384 32768]
 
 Every run sees the same position-skip windows: half plain text of the books, half with keys stated and asked for in it
-(the format of `ropex demo`, which is not RULER's). A result is kept in DIR as it comes, so that a run that was
-interrupted goes on where it was. --jobs runs several at once: so small a model leaves most of a GPU idle.
+(the format of `ropex demo`, which is not RULER's). Recall is the share of such keys of whose digits each is the most
+likely one, in windows of the target's length with a key for every 96 tokens (each digit after the right ones): "near"
+where the value was last said within the native window, "far" where before it. What is done is kept in DIR, and an
+interrupted run goes on where it was. --jobs runs several at once: so small a model leaves most of a GPU idle.
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -17,8 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ropex.convert.inspect import inspect
-from ropex.eval.needle import Haystack, encode_lines, mixed_document
+from ropex.eval.models import load_model
+from ropex.eval.needle import KEYS, Document, Haystack, encode_lines, mixed_document
 from ropex.eval.nll import evaluate_nll
 from ropex.eval.ruler import evaluate_ruler
 from ropex.loading import load_tokenizer
@@ -37,6 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "warmup-joint, no AdaScale": {"strategy": "warmup-joint", "ada_scale": False},
 }
 UNTRAINED = ("base", "YaRN")
+KEY_ROOM = 96  # tokens of a window for each key to recall in it
+QUARTERS = 4  # columns of the table for what is beyond the window
 
 
 def write_documents(path: Path, books: list[Path], tokenizer: Any, args: argparse.Namespace) -> None:
@@ -60,32 +68,73 @@ def train(name: str, target: int, args: argparse.Namespace) -> Path:
     rest = args.steps - warm if variant["strategy"].startswith("warmup-") else args.steps
     extend(
         args.checkpoint, folder, target=target, window=args.window, data=[str(data)], dtype=args.dtype, seed=args.seed,
-        batch_size=args.batch_size, steps_warmup=warm, steps_joint=rest, save_steps=10**6, overwrite=True, **variant,
+        batch_size=args.batch_size, steps_warmup=warm, steps_joint=rest, save_steps=10**6,
+        resume=(folder / "run.json").exists(), **variant,
     )  # fmt: skip
     return folder
 
 
+def asks_of(document: Document) -> list[tuple[range, int]]:
+    """Where the digits of each question are, and how many tokens before them the same value was last said."""
+    said: dict[tuple[int, ...], int] = {}
+    asks = []
+    digits = sorted([(at, False) for at in document.stated] + [(at, True) for at in document.asked])
+    for _, run in itertools.groupby(enumerate(digits), key=lambda pair: pair[1][0] - pair[0]):
+        places = [digit for _, digit in run]
+        start, asked = places[0]
+        value = tuple(document.ids[start : start + len(places)])
+        if asked:
+            asks.append((range(start, start + len(places)), start - said[value]))
+        said[value] = start
+    return asks
+
+
+def recall(checkpoint: str, books: list[Path], target: int, window: int, args: argparse.Namespace) -> dict[str, Any]:
+    """{"near", "far": shares of the questions whose value was last said within the window, or before; and how many}."""
+    model, tokenizer = load_model(checkpoint, args.dtype), load_tokenizer(checkpoint)
+    found: dict[bool, list[bool]] = {False: [], True: []}
+    for i in range(args.recall):
+        text = encode_lines(tokenizer, books[i % len(books)].read_text("utf-8"))
+        document = mixed_document(tokenizer, text, target, min(len(KEYS), target // KEY_ROOM), f"recall {i}")
+        ids = torch.tensor(document.ids, device=model.device)
+        asks = asks_of(document)
+        before = torch.tensor([place - 1 for places, _ in asks for place in places], device=model.device)
+        with torch.inference_mode():
+            said = model(input_ids=ids[None], use_cache=False, logits_to_keep=before).logits[0].argmax(-1)
+        right = iter((said == ids[before + 1]).tolist())
+        for places, distance in asks:
+            found[distance > window].append(all([next(right) for _ in places]))
+    shares = {name: 100 * statistics.mean(found[far]) for name, far in (("near", False), ("far", True))}
+    return shares | {"questions": [len(found[False]), len(found[True])]}
+
+
 def measure(name: str, target: int, args: argparse.Namespace) -> dict[str, Any]:
-    """{"nll": {"buckets": [..], "mean", "native"}, "ruler": {length: {task: percent}}} of one variant."""
+    """{"nll": {"buckets": [..], "mean", "native"}, "recall", "ruler": {length: {task: percent}}} of one variant."""
     window = inspect(args.checkpoint)["window"]
     if name in VARIANTS:
         checkpoint = str(train(name, target, args))
     else:
         checkpoint = args.checkpoint + ("" if name == "base" else f"@{name.lower()}:{target // window}")
     files = sorted(args.eval_data.glob("*.txt"))
-    nll = evaluate_nll([checkpoint], files, [target], dtype=args.dtype, buckets=target // window * 4)["results"][0]
+    (nll,) = evaluate_nll(
+        [checkpoint], files, [target], dtype=args.dtype, buckets=target // window * QUARTERS, windows=1,
+        out=args.out / "nll" / f"{name} {target} {args.seed}",
+    )["results"]  # fmt: skip
     native = [b for b in nll["buckets"] if b["end"] <= window]
     inside = sum(b["nll"] * b["tokens"] for b in native) / sum(b["tokens"] for b in native)
     scores: dict[str, dict[str, float]] = {}
+    lengths = args.ruler_lengths or [window // 2, window, target]
     if args.samples:
         text = args.out / "essays.txt"
         asked = evaluate_ruler(
-            [checkpoint], TASKS, [window // 2, window, target], args.samples, essays=text, dtype=args.dtype,
+            [checkpoint], args.tasks, lengths, args.samples, essays=text, dtype=args.dtype,
             out=args.out / "ruler" / f"{name} {target} {args.seed}",
         )  # fmt: skip
         for row in asked["results"]:
             scores.setdefault(str(row["length"]), {})[row["task"]] = row["score"]
-    return {"nll": {"mean": nll["mean"], "native": inside, "buckets": nll["buckets"]}, "ruler": scores}
+    recalled = recall(checkpoint, files, target, window, args) if args.recall else {}
+    nlls = {"mean": nll["mean"], "native": inside, "buckets": nll["buckets"]}
+    return {"nll": nlls, "recall": recalled, "ruler": scores}
 
 
 def result_file(name: str, target: int, seed: int, out: Path) -> Path:
@@ -93,41 +142,52 @@ def result_file(name: str, target: int, seed: int, out: Path) -> Path:
 
 
 def table(args: argparse.Namespace) -> str:
-    """For each target: mean NLL, that inside the native window and in each bucket beyond it, and RULER's means."""
+    """For each target: NLL (mean, inside the window, in each quarter beyond it), recall, and RULER's means."""
     window, parts = inspect(args.checkpoint)["window"], []
     for target in args.targets:
-        edges = [window + i * window // 4 for i in range((target - window) // (window // 4))]
-        lengths = [window // 2, window, target] if args.samples else []
-        head = ["mean", f"0 to {window:,}", *(f"from {e:,}" for e in edges), *(f"RULER {x:,}" for x in lengths)]
-        lines = [f"| to {target:,} | seeds | {' | '.join(head)} |", "|---" * (2 + len(head)) + "|"]
-        for name in [*UNTRAINED, *VARIANTS]:
-            files = [result_file(name, target, seed, args.out) for seed in args.seeds]
-            found = [json.loads(f.read_text()) for f in files if f.exists()]
-            if not found:
-                continue
-            values = [
-                [r["nll"]["mean"], r["nll"]["native"]]
-                + [b["nll"] for b in r["nll"]["buckets"] if b["start"] >= window]
-                + [statistics.mean(r["ruler"][str(x)].values()) for x in lengths]
-                for r in found
-            ]
-            cells = [
-                (f"{statistics.mean(v):.1f}" if place >= len(head) - len(lengths) else f"{statistics.mean(v):.4f}")
-                for place, v in enumerate(zip(*values, strict=True))
-            ]
-            lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
+        found = {name: _found(name, target, args) for name in [*UNTRAINED, *VARIANTS]}
+        found = {name: results for name, results in found.items() if results}
+        lengths = sorted({int(x) for results in found.values() for r in results for x in r["ruler"]})
+        edges = [window + i * (target - window) // QUARTERS for i in range(QUARTERS)]
+        head = [f"NLL to {target:,}", f"0 to {window:,}", *(f"from {e:,}" for e in edges)]
+        head += ["recall near", "far"] + [f"RULER {x:,}" for x in lengths]
+        lines = [f"| | seeds | {' | '.join(head)} |", "|---" * (2 + len(head)) + "|"]
+        for name, results in found.items():
+            cells = [f"{statistics.mean(v):.4f}" for v in zip(*(_nlls(r, window) for r in results), strict=True)]
+            for kind in ("near", "far"):
+                shares = [r["recall"][kind] for r in results if r["recall"]]
+                cells.append(f"{statistics.mean(shares):.1f}" if shares else "")
+            for length in lengths:
+                means = [statistics.mean(r["ruler"][str(length)].values()) for r in results if r["ruler"]]
+                cells.append(f"{statistics.mean(means):.1f}" if means else "")
+            lines.append(f"| {name} | {len(results)} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
-        parts.append(_by_task(target, lengths, args))
+        if target in lengths:
+            parts.append(_by_task(target, found))
     return "\n\n".join(parts)
 
 
-def _by_task(target: int, lengths: list[int], args: argparse.Namespace) -> str:
+def _found(name: str, target: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    files = [result_file(name, target, seed, args.out) for seed in args.seeds]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def _nlls(result: dict[str, Any], window: int) -> list[float]:
+    """The mean, that inside the window, and those of each quarter of what is beyond it."""
+    beyond = [bucket["nll"] for bucket in result["nll"]["buckets"] if bucket["start"] >= window]
+    step = len(beyond) // QUARTERS
+    quarters = [statistics.mean(beyond[i : i + step]) for i in range(0, len(beyond), step)]
+    return [result["nll"]["mean"], result["nll"]["native"], *quarters]
+
+
+def _by_task(target: int, found: dict[str, list[dict[str, Any]]]) -> str:
     """RULER at the target, task by task."""
-    lines = [f"| RULER at {target:,} | {' | '.join(TASKS)} |", "|---" * (1 + len(TASKS)) + "|"]
-    for name in [*UNTRAINED, *VARIANTS] if lengths else []:
-        files = [result_file(name, target, seed, args.out) for seed in args.seeds]
-        if found := [json.loads(f.read_text())["ruler"][str(target)] for f in files if f.exists()]:
-            means = [statistics.mean(scores[task] for scores in found) for task in TASKS]
+    scores = {name: [r["ruler"][str(target)] for r in results if r["ruler"]] for name, results in found.items()}
+    tasks = list(dict.fromkeys(task for rows in scores.values() for row in rows for task in row))
+    lines = [f"| RULER at {target:,} | {' | '.join(tasks)} |", "|---" * (1 + len(tasks)) + "|"]
+    for name, rows in scores.items():
+        if rows:
+            means = [statistics.mean(row[task] for row in rows) for task in tasks]
             lines.append(f"| {name} | {' | '.join(f'{m:.0f}' for m in means)} |")
     return "\n".join(lines)
 
@@ -145,6 +205,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--documents", type=int, default=2400)
     parser.add_argument("--samples", type=int, default=50, help="of each RULER task and length; 0 for none")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument(
+        "--ruler-lengths", type=int, nargs="+", help="[default: half the window, the window, the target]"
+    )
+    parser.add_argument("--recall", type=int, default=8, help="windows with keys to recall; 0 for none")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", nargs="+", choices=[*UNTRAINED, *VARIANTS], default=[*UNTRAINED, *VARIANTS])
     parser.add_argument("--jobs", type=int, default=1)
