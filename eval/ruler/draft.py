@@ -67,6 +67,7 @@ class Task:
 
     bounds: the fewest and the most units of a request. grid: of a length, where lm-eval starts and the steps that it
     goes in. metric: the mean share of references found, or the best reference alone. needs: the data that it reads.
+    recurs: a sample's few words recur in it, so that these tell its tokens and not its characters.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Task:
     grid: Callable[[int], tuple[int, int]]
     metric: Literal["all", "part"] = "all"
     needs: Literal["essays", "squad", "hotpot"] | None = None
+    recurs: bool = False
 
     def on_grid(self, units: int, request: Request) -> int:
         """The units that the request's flavour takes where as many as `units` fit."""

@@ -1,5 +1,6 @@
 """Prompts that fill a length and never exceed it: prompt, answer prefix, BOS, chat template and answer."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ from ropex.eval.ruler.sources import Sources
 _ROUNDS = 6  # the whole prompt is tokenised once a round; each corrects the one before
 _FULL = 0.97  # of the room: a prompt that fills as much is not made longer
 _AIM = 0.988  # of the room: where estimates are to come out, so that few prompts are too long or too short
-_NEAR = 1 / 512  # of the room: how close to it the search by estimates has to come
-_TOKENS_PER_CHARACTER = 0.25  # before anything has been measured
+_NEAR = 1 / 200  # of the room: how close to it the search by estimates has to come
+_KEPT = 2**20  # words whose tokens are remembered
 _SECANTS = 8  # probes before the search halves instead
 
 
@@ -49,6 +50,7 @@ class Prompter:
         self.sources = sources or Sources()
         self.bos = default_bos(tokenizer)
         self._starts: dict[tuple[str, int, int], tuple[int, float]] = {}
+        self._words: dict[str, int] = {}
 
     def request(self, task: Task, length: int, seed: int, index: int) -> Request:
         def count(text: str) -> int:
@@ -79,12 +81,24 @@ class Prompter:
             ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids] for ids in encode_all(self.tokenizer, texts)
         ]
 
+    def size(self, text: str, recurs: bool) -> float:
+        """About its tokens: a quarter of its characters, or those of its words, of which each is counted once."""
+        if not recurs:
+            return len(text) / 4
+        words = Counter(text.split(" "))
+        if len(self._words) > _KEPT:
+            self._words.clear()
+        new = [word for word in words if word not in self._words]
+        for word, ids in zip(new, encode_all(self.tokenizer, [" " + word for word in new]), strict=True):
+            self._words[word] = len(ids)
+        return sum(times * self._words[word] for word, times in words.items())
+
     def start(self, task: Task, length: int, seed: int) -> tuple[int, float]:
         """Where the search for every sample's units begins: those that fill the length in a sample that is not asked
-        for, and its tokens per character. None of it depends on which samples are."""
+        for, and its tokens to what `size` says. None of it depends on which samples are."""
         key = (task.name, length, seed)
         if key not in self._starts:
-            probe = _Fit(task, length, self, seed, -1, (0, _TOKENS_PER_CHARACTER))
+            probe = _Fit(task, length, self, seed, -1, (0, 1.0))
             _search([probe], self)
             self._starts[key] = probe.units, probe.ratio
         return self._starts[key]
@@ -108,8 +122,8 @@ def make_sample(task: Task, length: int, prompter: Prompter, seed: int, index: i
 
 
 class _Fit:
-    """The search for the units of one sample: by their characters, and by the tokens that whole prompts are found to
-    have."""
+    """The search for the units of one sample: by what its size is said to be, and by the tokens that whole prompts are
+    found to have."""
 
     def __init__(
         self, task: Task, length: int, prompter: Prompter, seed: int, index: int, start: tuple[int, float]
@@ -118,25 +132,25 @@ class _Fit:
         self.request = prompter.request(task, length, seed, index)
         self.room = length - task.tokens_to_generate
         self.low, self.high = task.bounds(self.request)
-        self.units, self.ratio = start  # tokens per character
+        self.units, self.ratio = start  # of tokens to size
         self.best: Sample | None = None
         self.done = False
         self.last: tuple[int, Draft, str] | None = None
-        self.characters: dict[int, int] = {}
+        self.sizes: dict[int, float] = {}
 
     def draft(self, units: int) -> tuple[Draft, str]:
         """The draft and the text that it is rendered to; the last ones are kept."""
         if self.last is None or self.last[0] != units:
             draft = self.task.draft(units, self.request)
             self.last = (units, draft, self.prompter.render(draft))
-            self.characters[units] = len(self.last[2])
+            self.sizes[units] = self.prompter.size(self.last[2], self.task.recurs)
         return self.last[1:]
 
     def estimate(self, units: int) -> float:
         """Tokens."""
-        if units not in self.characters:
+        if units not in self.sizes:
             self.draft(units)
-        return self.ratio * self.characters[units]
+        return self.ratio * self.sizes[units]
 
     def trial(self) -> str | None:
         """The next prompt to measure; None where the search is over."""
@@ -150,7 +164,7 @@ class _Fit:
     def take(self, ids: list[int]) -> None:
         """What that prompt's tokens are."""
         draft, text = self.draft(self.units)
-        self.ratio = len(ids) / len(text)
+        self.ratio = len(ids) / self.sizes[self.units]
         if len(ids) <= self.room:
             fill = (len(ids) + self.task.tokens_to_generate) / self.length
             self.best = Sample(self.request.index, ids, text, draft.references, fill, draft.facts)

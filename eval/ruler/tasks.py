@@ -27,8 +27,8 @@ TASKS = {
         _niah("niah_multivalue", Niah("essay", values=4)),
         _niah("niah_multiquery", Niah("essay", keys=4, queries=4)),
         Task("vt", tracking.TOKENS_TO_GENERATE, tracking.draft, tracking.bounds, tracking.grid),
-        Task("cwe", 120, words.cwe, words.cwe_bounds, words.cwe_grid),
-        Task("fwe", 50, words.fwe, words.fwe_bounds, words.fwe_grid),
+        Task("cwe", 120, words.cwe, words.cwe_bounds, words.cwe_grid, recurs=True),
+        Task("fwe", 50, words.fwe, words.fwe_bounds, words.fwe_grid, recurs=True),
         qa_task("qa_1", "squad"),
         qa_task("qa_2", "hotpot"),
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ropex.errors import DataError, OptionError, OutputError
-from ropex.eval.ruler import TASKS, batches, evaluate, evaluate_ruler
+from ropex.eval.ruler import TASKS, batches, evaluate_ruler
 from ropex.eval.ruler.generate import Answer, Ask
 
 pytest.importorskip("lm_eval")
@@ -165,7 +165,7 @@ def test_a_folder_that_is_no_log_is_left_alone(tmp_path: Path, checkpoint: str, 
 def test_a_length_too_short_stops_the_run_before_any_model_is_loaded(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "load_model", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(batches, "load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(OptionError, match="cwe does not fit length 300"):
         evaluate_ruler([checkpoint], ["fwe", "cwe"], [4096, 300])
     for wrong in ({"samples": 0}, {"tasks": ["qa"]}, {"lengths": []}, {"batch_size": 0}, {"flavour": "meta"}):

@@ -125,7 +125,7 @@ def test_most_prompts_are_tokenised_once(
     got = make_samples(TASKS[task], 5000, made, 0, range(20))
     assert {one.text for one in got} <= set(measured)
     assert len(measured) < 40
-    assert all(one.fill > 0.98 for one in got)
+    assert all(one.fill > 0.97 for one in got)
 
 
 @pytest.mark.parametrize("task", TASKS)
