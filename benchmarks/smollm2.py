@@ -4,9 +4,9 @@
 
 Every run sees the same position-skip windows: half plain text of the books, half with keys stated and asked for in it
 (the format of `ropex demo`, which is not RULER's). Recall is the share of such keys of whose digits each is the most
-likely one, in windows of the target's length with a key for every 96 tokens (each digit after the right ones): "near"
-where the value was last said within the native window, "far" where before it. What is done is kept in DIR, and an
-interrupted run goes on where it was. --jobs runs several at once: so small a model leaves most of a GPU idle.
+likely one after the right ones before it, in windows of the target's length with a key for every 96 tokens, 113 at
+most: "near" where the value was last said within the native window, "far" where before it. What is done is kept in DIR,
+and an interrupted run goes on where it was. --jobs runs several at once: so small a model leaves most of a GPU idle.
 """
 
 import argparse
@@ -93,8 +93,10 @@ def recall(checkpoint: str, books: list[Path], target: int, window: int, args: a
     """{"near", "far": shares of the questions whose value was last said within the window, or before; and how many}."""
     model, tokenizer = load_model(checkpoint, args.dtype), load_tokenizer(checkpoint)
     found: dict[bool, list[bool]] = {False: [], True: []}
+    texts = [encode_lines(tokenizer, book.read_text("utf-8")) for book in books]
+    texts = [text for text in texts if len(text.ids) >= target]
     for i in range(args.recall):
-        text = encode_lines(tokenizer, books[i % len(books)].read_text("utf-8"))
+        text = texts[i % len(texts)]
         document = mixed_document(tokenizer, text, target, min(len(KEYS), target // KEY_ROOM), f"recall {i}")
         ids = torch.tensor(document.ids, device=model.device)
         asks = asks_of(document)

@@ -22,6 +22,9 @@ TARGET = 256 * FACTOR
 WARMUP_SHARE = 0.25
 VARIANTS: dict[str, dict[str, Any]] = {
     "AdaRoPE warmup": {"strategy": "warmup"},
+    "warmup, no AdaFreq": {"strategy": "warmup", "ada_freq": False},
+    "warmup, no AdaScale": {"strategy": "warmup", "ada_scale": False},
+    "warmup, delta at 1e-2": {"strategy": "warmup", "lr_freq": 1e-2},
     "AdaRoPE warmup-joint": {"strategy": "warmup-joint"},
     "AdaRoPE warmup-lora": {"strategy": "warmup-lora"},
     "AdaRoPE joint": {"strategy": "joint"},

@@ -61,20 +61,20 @@ def note(message: str) -> None:
     typer.echo(f"note: {message}", err=True)
 
 
-def length(text: str) -> int:
+def length(text: str, option: str) -> int:
     """Tokens from '16384', '16k' or '1m' (k = 1024)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmM]?)", text.strip())
     if not match:
-        raise typer.BadParameter(f"'{text}' is not a length: write 16384 or 16k")
+        raise typer.BadParameter(f"'{text}' is not a length: write 16384 or 16k", param_hint=option)
     tokens = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
     if tokens != int(tokens) or tokens < 1:
-        raise typer.BadParameter(f"'{text}' is not a whole number of tokens: write 16384 or 16k")
+        raise typer.BadParameter(f"'{text}' is not a whole number of tokens: write 16384 or 16k", param_hint=option)
     return int(tokens)
 
 
-def lengths(text: str) -> list[int]:
+def lengths(text: str, option: str = "--lengths") -> list[int]:
     """Tokens from '4k,8k,16k'."""
-    return [length(part) for part in text.split(",")]
+    return [length(part, option) for part in text.split(",")]
 
 
 def names(text: str) -> list[str]:

@@ -64,7 +64,7 @@ def convert(
     one_of("--length", per, "position", "sequence")
     one_of("--pairing", pairing, "auto", "half-split", "interleaved")
     one_of("--from-pairing", from_pairing or "half-split", "half-split", "interleaved")
-    tokens = length(target) if target else None
+    tokens = length(target, "--target") if target else None
     from ropex.convert.convert import convert as run
 
     with progress() as say:
@@ -82,7 +82,7 @@ def convert(
             pairing=None if pairing == "auto" else pairing,  # type: ignore[arg-type]
             from_pairing=from_pairing,  # type: ignore[arg-type]
             adapter=adapter,
-            window=length(window) if window else None,
+            window=length(window, "--window") if window else None,
             link=link,
             dry_run=dry_run,
             overwrite=overwrite,

@@ -55,7 +55,7 @@ def nll(
     [bold]Example[/bold]
       ropex eval nll ./SmolLM2-135M ./SmolLM2-135M@yarn:2 my-run --data book.txt --lengths 8k,16k --plot nll.png
     """
-    sizes, step = lengths(at), None if stride is None else length(stride)
+    sizes, step = lengths(at), None if stride is None else length(stride, "--stride")
     from ropex.eval.nll import evaluate_nll
     from ropex.eval.plot import check_plot, plot_nll
 

@@ -13,6 +13,7 @@ def everything(
     data: Annotated[list[str], typer.Option(help="Unseen text for NLL: files, folders, Hub datasets, or pg19.")],
     at: Annotated[str, typer.Option("--lengths", help="Lengths in tokens, such as 4k,8k,16k.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for everything; a stopped run goes on there.")],
+    windows: Annotated[int, typer.Option(help="Windows of each document for NLL.")] = 4,
     samples: Annotated[int, typer.Option(help="Samples of each RULER task and length.")] = 50,
     style: Annotated[str, typer.Option(help="Of the needles: passkey, or lines, which nano learned.")] = "passkey",
     tasks: Annotated[str, typer.Option(help="lm-eval's tasks as well, such as nlu or arc_easy,piqa.")] = "",
@@ -33,8 +34,8 @@ def everything(
 
     with progress() as listener:
         made = evaluate_all(
-            checkpoints, sizes, out, data=data, samples=samples, style=style, tasks=names(tasks), limit=limit,
-            essays=essays, dtype=dtype, progress=listener,
+            checkpoints, sizes, out, data=data, windows=windows, samples=samples, style=style, tasks=names(tasks),
+            limit=limit, essays=essays, dtype=dtype, progress=listener,
         )  # fmt: skip
     if not goes_on():
         return

@@ -29,7 +29,7 @@ def export(
       ropex export smol-yarn -o smol-gguf --format gguf
     """
     one_of("--format", to, "safetensors", "gguf")
-    tokens = length(bake_length) if bake_length else None
+    tokens = length(bake_length, "--bake-length") if bake_length else None
     from ropex.convert.export import export as write
 
     with stderr().status("exporting"):

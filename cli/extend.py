@@ -90,12 +90,12 @@ def extend(
     """
     asked: dict[str, Any] = {
         "source": source,
-        "target": length(target) if target else None,
+        "target": length(target, "--target") if target else None,
         "data": data,
         "strategy": strategy,
         "to": to,
         "params": settings(tunables or []) or None,
-        "window": length(window) if window else None,
+        "window": length(window, "--window") if window else None,
         "pack": pack,
         "steps_warmup": steps_warmup,
         "steps_joint": steps_joint,
@@ -133,10 +133,9 @@ def extend(
     if plan:
         show_plan(src, asked, plan_devices, as_json)
         return
-    for value, hint in ((out, "--out"), (texts, "--data")):
-        if not value:
-            raise typer.BadParameter("give it", param_hint=hint)
-    assert out is not None
+    if out is None or not texts:
+        missing = [name for name, value in (("--out", out), ("--data", texts)) if not value]
+        raise typer.BadParameter("not given", param_hint=" and ".join(missing))
     asked.setdefault("target", None)
     if compare and eval_data and not (resume and out.exists()):  # a mistake there should not wait for the end
         from ropex.eval.nll import check_text

@@ -28,7 +28,7 @@ def nrw(
     [bold]Example[/bold]
       ropex lab nrw --widths 8,16,32,64 --plot nrw.png
     """
-    widths, tokens = lengths(at), length(row)
+    widths, tokens = lengths(at, "--widths"), length(row, "--length")
     from ropex.eval.lab.nrw import plot_nrw, run_nrw
     from ropex.eval.plot import check_plot
 
@@ -61,7 +61,7 @@ def geometry(
     [bold]Example[/bold]
       ropex lab geometry --window 4k --plot geometry.png
     """
-    window = length(trained)
+    window = length(trained, "--window")
     from ropex.eval.lab.geometry import plot_geometry, run_geometry
     from ropex.eval.plot import check_plot
 

@@ -51,7 +51,7 @@ def tasks(
       ropex eval tasks my-run --tasks my_task --include-path my-tasks
       accelerate launch --num_processes 8 $(which ropex) eval tasks my-run --tasks nlu
     """
-    tokens = length(max_length) if max_length else None
+    tokens = length(max_length, "--max-length") if max_length else None
     from ropex.eval.plot import on_a_scale, plot_tasks
     from ropex.eval.tasks import evaluate_tasks
 

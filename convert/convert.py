@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ropex.checkpoint import is_gguf, is_meta, locate
-from ropex.config import ADAROPE, Rope, canonical, rope_of, write_rope
+from ropex.config import ADAROPE, Rope, canonical, read_json, rope_of, write_rope
 from ropex.convert import plan
 from ropex.convert.heads import head_of, row_index
 from ropex.convert.modeling import adarope_config, plain_config, write_modeling
-from ropex.convert.output import check_output, whole_folder, write_json, write_manifest
+from ropex.convert.output import PROVENANCE, check_output, whole_folder, write_json, write_manifest
 from ropex.convert.shards import Shard, sha256, write
 from ropex.convert.source import Source, every, open_source, raise_tokenizer_limit, whole_rotary
 from ropex.convert.weights import dtype_name, reorder, write_index, write_shard, write_shards
@@ -80,6 +80,8 @@ def convert(
     config = _config(src.config, rope, spec, stock)
     rotary = {} if stock else whole_rotary(src, spec, rope) if kept else rotary_tensors(spec, rope)
     notes = _notes(spec, rope, src, stock) + src.notes
+    if (out / PROVENANCE).exists():
+        notes.append(f"{out} held what was made of {read_json(out / PROVENANCE).get('source')}: that is replaced")
     if link and src.checkpoint is None:
         notes.append("--link has no effect here: every tensor is written anew")
     elif link and not _same_disk(src.path, out):

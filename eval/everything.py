@@ -25,6 +25,7 @@ def evaluate_all(
     out: Path,
     *,
     data: Sequence[str | Path],
+    windows: int | None = 4,
     samples: int = 50,
     style: str = "passkey",
     tasks: Sequence[str] = (),
@@ -36,9 +37,10 @@ def evaluate_all(
     """NLL, needles, RULER and, where some are named, lm-eval's tasks, into the folders nll, needle, ruler and tasks of
     `out`, and report.html beside them.
 
-    data: unseen text for NLL. samples: of each RULER task and length. style: of the needles. limit: documents of each
-    of lm-eval's tasks. The rest as the single evaluations take it. What is in the folder already is not measured again.
-    An evaluation that cannot be made does not keep the others from being made.
+    data: unseen text for NLL, of which each document gives so many windows (None: all it has). samples: of each RULER
+    task and length. style: of the needles. limit: documents of each of lm-eval's tasks. The rest as the single
+    evaluations take it. What is in the folder already is not measured again. An evaluation that cannot be made does not
+    keep the others from being made.
 
     Returns {"nll", "needle", "ruler", "tasks": their reports, "failed": {name: why}, "page"}. Raises the first error
     where none could be made.
@@ -47,7 +49,10 @@ def evaluate_all(
         raise OptionError("no text for NLL: name it with --data")
     common: dict[str, Any] = {"dtype": dtype, "progress": progress}
     kinds: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[dict[str, Any], Path], None]]] = {
-        "nll": (lambda folder: evaluate_nll(checkpoints, data, lengths, out=folder, **common), plot_nll),
+        "nll": (
+            lambda folder: evaluate_nll(checkpoints, data, lengths, windows=windows, out=folder, **common),
+            plot_nll,
+        ),
         "needle": (
             lambda folder: evaluate_needle(checkpoints, lengths, style=style, out=folder, **common),
             plot_needle,

@@ -108,6 +108,7 @@ def plot_needle(results: dict[str, Any], path: Path) -> None:
         panel.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         inside = sum(length <= row["native_window"] for length in lengths)
         if 0 < inside < len(lengths):
+            panel.axvline(inside - 0.5, color="black", linewidth=3)
             panel.axvline(inside - 0.5, color="white", linestyle="--", linewidth=1.5)
         mean = sum(map(sum, values)) / (len(lengths) * len(depths))
         panel.set_title(f"{row['checkpoint'].rpartition('/')[2]} ({row['method']}), mean {mean:.0%}", fontsize="medium")

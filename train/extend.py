@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OF_THE_SOURCE = ("to", "init", "ada_freq", "ada_scale", "share_heads")  # a converted checkpoint decides these itself
+_LONG_ON_CPU = 4096  # tokens of a window
 _PROBE_TOKENS = 256  # enough for every tensor to get a gradient, and short beside any real window
 
 
@@ -132,6 +133,11 @@ def extend(
     report.say(
         f"attention: {model.config._attn_implementation}, loss: {loss}, device: {everyone.device}{_shared(devices)}"
     )
+    if everyone.device.type == "cpu" and settings.sample_tokens > _LONG_ON_CPU:
+        report.say(
+            f"windows of {settings.sample_tokens:,} tokens take long on a CPU: --window 2048 trains the same positions "
+            "in short ones"
+        )
     run = {
         "source": source,
         "spec": spec.block(),
@@ -327,7 +333,9 @@ def _same_run(
 ) -> None:
     """Refuse to continue a run under other settings, naming them."""
     if changed := differing(before["settings"] if then is None else then, now, open_too):
-        raise OptionError(f"{place} was begun otherwise ({'; '.join(changed)}): resume it as it was, or start another")
+        raise OptionError(
+            f"{place} was begun otherwise ({'; '.join(changed)}): resume it as it was, or use --overwrite"
+        )
 
 
 def _lora_block(model: "PreTrainedModel", settings: Settings, stage: Stage) -> dict[str, Any] | None:

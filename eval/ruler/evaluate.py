@@ -69,7 +69,8 @@ def evaluate_ruler(
     its own. Raises OptionError, before any model is loaded, for options that make no sense and lengths too short.
     """
     rules, chosen = get_flavour(flavour), get_tasks(tasks)
-    _check_options(checkpoints, chosen, lengths, samples, batch_size, backend)
+    _check_options(checkpoints, chosen, lengths, samples, batch_size)
+    _check_backend(backend, checkpoints, lengths, batch_size)
     everyone = processes()
     report = progress if progress and everyone.is_main_process else silent
     log = Log(out, ANSWERS, _KEY)
@@ -271,14 +272,16 @@ def _check_options(
     lengths: Sequence[int],
     samples: int,
     batch_size: int | None,
-    backend: str,
 ) -> None:
     if not checkpoints or not tasks or not lengths:
         raise OptionError("nothing to evaluate: name at least one checkpoint, one task and one length")
     for name, value in (("number of samples", samples), ("batch size", batch_size)):
         if value is not None and value < 1:
             raise OptionError(f"the {name}, {value}, must be 1 or more")
+
+
+def _check_backend(backend: str, checkpoints: Sequence[str], lengths: Sequence[int], batch_size: int | None) -> None:
     if backend not in BACKENDS:
         raise OptionError(f"unknown backend {backend!r}: choose from {', '.join(BACKENDS)}")
     if backend == "vllm":
-        check_vllm(checkpoints)
+        check_vllm(checkpoints, max(lengths), batch_size)

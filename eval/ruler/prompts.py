@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,7 +12,8 @@ from ropex.eval.ruler.draft import Draft, Request, Task, too_short
 from ropex.eval.ruler.flavours import FLAVOURS, Flavour
 from ropex.eval.ruler.sources import Sources
 
-_ROUNDS = 6  # the whole prompt is tokenised once a round; each corrects the one before
+_GUESSES = 6  # by estimates; the search halves from then on
+_FLOORS = 20  # steps to a length that is not too short
 _FULL = 0.97  # of the room: a prompt that fills as much is not made longer
 _AIM = 0.988  # of the room: where estimates are to come out, so that few prompts are too long or too short
 _NEAR = 1 / 200  # of the room: how close to it the search by estimates has to come
@@ -121,6 +122,15 @@ def make_sample(task: Task, length: int, prompter: Prompter, seed: int, index: i
     return sample
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """A prompt that was tokenised."""
+
+    text: str
+    size: float
+    tokens: int
+
+
 class _Fit:
     """The search for the units of one sample: by what its size is said to be, and by the tokens that whole prompts are
     found to have."""
@@ -134,7 +144,10 @@ class _Fit:
         self.low, self.high = task.bounds(self.request)
         self.units, self.ratio = start  # of tokens to size
         self.best: Sample | None = None
+        self.short: _Measured | None = None  # the longest that fits
+        self.long: _Measured | None = None  # the shortest that does not
         self.done = False
+        self.tries = 0
         self.last: tuple[int, Draft, str] | None = None
         self.sizes: dict[int, float] = {}
 
@@ -147,56 +160,86 @@ class _Fit:
         return self.last[1:]
 
     def estimate(self, units: int) -> float:
-        """Tokens."""
+        """Tokens: between those of the prompts measured, or in proportion to the last one's."""
         if units not in self.sizes:
             self.draft(units)
-        return self.ratio * self.sizes[units]
+        size, short, long = self.sizes[units], self.short, self.long
+        if short and long and short.size < long.size:
+            return short.tokens + (size - short.size) * (long.tokens - short.tokens) / (long.size - short.size)
+        return self.ratio * size
 
     def trial(self) -> str | None:
         """The next prompt to measure; None where the search is over."""
-        if self.done or self.low > self.high or (self.best and self.estimate(self.low) > self.room):
-            self.done = True
-            return None
-        most = _largest(self.estimate, _AIM * self.room, self.low, self.high, self.units)
-        self.units = max(self.low, self.task.on_grid(most, self.request))
-        return self.draft(self.units)[1]
+        while not self.done and self.low <= self.high:
+            self.tries += 1
+            if self.tries <= _GUESSES:
+                most = _largest(self.estimate, _AIM * self.room, self.low, self.high, self.units)
+            else:
+                most = (self.low + self.high) // 2
+            self.units = max(self.low, self.task.on_grid(most, self.request))
+            _, text = self.draft(self.units)
+            if self.short and text == self.short.text:
+                self.low = self.task.after(self.units, self.request)
+            elif self.long and text == self.long.text:
+                self.high = self.units - 1
+            else:
+                return text
+        return None
 
     def take(self, ids: list[int]) -> None:
         """What that prompt's tokens are."""
         draft, text = self.draft(self.units)
-        self.ratio = len(ids) / self.sizes[self.units]
-        if len(ids) <= self.room:
-            fill = (len(ids) + self.task.tokens_to_generate) / self.length
+        measured = _Measured(text, self.sizes[self.units], len(ids))
+        self.ratio = measured.tokens / measured.size
+        if len(ids) > self.room:
+            self.long, self.high = measured, self.units - 1
+            return
+        self.short, self.low = measured, self.task.after(self.units, self.request)
+        fill = (len(ids) + self.task.tokens_to_generate) / self.length
+        if self.best is None or fill > self.best.fill:
             self.best = Sample(self.request.index, ids, text, draft.references, fill, draft.facts)
-            self.done = not self.request.flavour.coarse and len(ids) >= _FULL * self.room
-            self.low = self.task.after(self.units, self.request)
-        else:
-            self.high = self.units - 1
+        self.done = not self.request.flavour.coarse and len(ids) >= _FULL * self.room
 
     def sample(self) -> Sample:
         if self.best is None:
-            (ids,) = self.prompter.encode([_shortest(self.task, self.request, self.prompter)])
-            raise too_short(self.task.name, self.length, len(ids) + self.task.tokens_to_generate)
+            raise too_short(self.task.name, self.length, _floor(self.task, self.length, self.prompter, [self.request]))
         return self.best
 
 
 def _search(fits: Sequence[_Fit], prompter: Prompter) -> None:
-    for _ in range(_ROUNDS):
-        trials = [(fit, text) for fit in fits if (text := fit.trial()) is not None]
+    while trials := [(fit, text) for fit in fits if (text := fit.trial()) is not None]:
         for (fit, _), ids in zip(trials, prompter.encode([text for _, text in trials]), strict=True):
             fit.take(ids)
 
 
 def require_room(task: Task, length: int, prompter: Prompter, seed: int, samples: int = 1) -> None:
-    """Raise OptionError, at once, if the task's shortest prompt does not fit the length.
+    """Raise OptionError, at once, if the shortest prompt of a sample does not fit the length.
 
-    Questions come with documents of their own, so each sample of those tasks is looked at.
+    Where the first sample's leaves room for another of its size, only questions are looked at one by one: they come
+    with documents of their own.
     """
-    indices = range(samples if task.metric == "part" else 1)
-    requests = (prompter.request(task, length, seed, index) for index in indices)
-    needed = max(map(len, prompter.encode([_shortest(task, request, prompter) for request in requests])))
-    if needed + task.tokens_to_generate > length:
-        raise too_short(task.name, length, needed + task.tokens_to_generate)
+    requests = [prompter.request(task, length, seed, index) for index in range(samples)]
+    if task.metric != "part" and 2 * _needed(task, prompter, requests[:1]) <= length:
+        return
+    if _needed(task, prompter, requests) > length:
+        raise too_short(task.name, length, _floor(task, length, prompter, requests))
+
+
+def _needed(task: Task, prompter: Prompter, requests: Sequence[Request]) -> int:
+    """Tokens that the shortest prompts of all requests take at most, with those to generate."""
+    return max(map(len, prompter.encode([_shortest(task, request, prompter) for request in requests]))) + (
+        task.tokens_to_generate
+    )
+
+
+def _floor(task: Task, length: int, prompter: Prompter, requests: Sequence[Request]) -> int:
+    """A length at which the shortest prompts of all requests fit: they may be longer at a longer length."""
+    for _ in range(_FLOORS):
+        needed = _needed(task, prompter, [replace(request, length=length, kept={}) for request in requests])
+        if needed <= length:
+            break
+        length = needed
+    return length
 
 
 def _shortest(task: Task, request: Request, prompter: Prompter) -> str:

@@ -10,8 +10,9 @@ from ropex.eval.ruler.draft import Draft, Request, Task, drawn
 from ropex.eval.ruler.sources import Library, Question
 
 TOKENS_TO_GENERATE = 32
-_TOKEN = 16  # characters: more than a token of running text has on average
-_TRIED = 256  # documents that find no room before the search for some that do ends
+_TOKEN = 64  # characters: more than a token has on average
+_TRIED = 256  # documents in a row that find no room, before the search for some that do ends
+_SPARE = 0.08  # of the room: with less of it free no document is put in twice
 
 
 def qa_task(name: str, source: Literal["squad", "hotpot"]) -> Task:
@@ -62,7 +63,7 @@ def _draft(source: str, units: int, request: Request) -> Draft:
         text=wording.qa_template.format(context="\n\n".join(texts), query=question.query),
         prefix=wording.qa_prefix.strip(),
         references=list(dict.fromkeys(answer for answer in question.answers if answer)),
-        facts={"depth": min(order.index(document) for document in question.context) / max(1, len(order) - 1)},
+        facts={"depth": min(order.index(document) for document in question.gold) / max(1, len(order) - 1)},
     )
 
 
@@ -80,18 +81,23 @@ def _fitting(
     """
     chosen = known[:first]
     room = characters - sum(_size(library, i, request) for i in chosen)
-    missed = 0
+    missed, placed, count = 0, first, len(library.documents)
     for place in itertools.count(first):
-        if missed == _TRIED or (missed and place == len(library.documents)):  # what follows is there already
-            break
+        if place % count == 0 and place > 0:  # all have had their turn
+            if not placed or room <= _SPARE * characters:
+                break
+            placed = 0
         if place == len(known):
             known.append(next(more))
         size = _size(library, known[place], request)
         if size <= room:
             chosen.append(known[place])
             room -= size
+            missed, placed = 0, placed + 1
         else:
             missed += 1
+        if missed == _TRIED:
+            break
     return chosen
 
 

@@ -37,11 +37,13 @@ class Essays:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answers, and the documents (by number) that it comes with and that are about the same."""
+    """A question, its answers, and documents by number: that it comes with, of which some hold the answer (gold), and
+    more that are about the same."""
 
     query: str
     answers: list[str]
     context: list[int]
+    gold: list[int]
     more: list[int]
 
 
@@ -69,8 +71,9 @@ class Sources:
         }
 
 
-_Parsed = tuple[list[str], list[tuple[str, list[str], list[str], list[str]]]]
-"""Texts; and for each question its query, its answers, its own texts and those about the same."""
+_Parsed = tuple[list[str], list[tuple[str, list[str], list[str], list[str], list[str]]]]
+"""Texts; and for each question its query, its answers, its own texts, the gold ones of these, and those about the same.
+"""
 
 FILES = {"essays": "essays.txt", "squad": "squad.json", "hotpot": "hotpot.json"}
 """Their names in the cache folder."""
@@ -131,7 +134,7 @@ def read_squad(path: Path) -> Library:
 
     def parse(data: Any) -> _Parsed:
         texts: list[str] = []
-        questions: list[tuple[str, list[str], list[str], list[str]]] = []
+        questions: list[tuple[str, list[str], list[str], list[str], list[str]]] = []
         for article in data["data"]:
             about = [paragraph["context"] for paragraph in article["paragraphs"]]
             texts += about
@@ -141,22 +144,25 @@ def read_squad(path: Path) -> Library:
                 for question in paragraph["qas"]:
                     if not question.get("is_impossible", False):
                         answers = [answer["text"] for answer in question["answers"]]
-                        questions.append((question["question"], answers, [own], others))
+                        questions.append((question["question"], answers, [own], [own], others))
         return texts, questions
 
     return _library(path, parse, "SQuAD's dev-v2.0.json")
 
 
 def read_hotpot(path: Path) -> Library:
-    """HotpotQA's distractor JSON: a document is a title, a line break and its sentences."""
+    """HotpotQA's distractor JSON: a document is a title, a line break and its sentences; the gold ones are those of its
+    "supporting_facts", or all where there are none."""
 
     def parse(data: Any) -> _Parsed:
         texts: list[str] = []
-        questions: list[tuple[str, list[str], list[str], list[str]]] = []
+        questions: list[tuple[str, list[str], list[str], list[str], list[str]]] = []
         for entry in data:
             own = [f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]]
             texts += own
-            questions.append((entry["question"], [entry["answer"]], own, []))
+            named = {title for title, _ in entry.get("supporting_facts", ())}
+            gold = [text for text, (title, _) in zip(own, entry["context"], strict=True) if title in named]
+            questions.append((entry["question"], [entry["answer"]], own, gold or own, []))
         return texts, questions
 
     return _library(path, parse, "hotpot_dev_distractor_v1.json")
@@ -165,7 +171,7 @@ def read_hotpot(path: Path) -> Library:
 def _library(path: Path, parse: Callable[[Any], _Parsed], name: str) -> Library:
     try:
         texts, found = parse(_json(path))
-        for query, answers, own, others in found:
+        for query, answers, own, _, others in found:
             if not own or not all(isinstance(text, str) for text in (query, *answers, *own, *others)):
                 raise TypeError(f"the question {query!r:.60} has no context, or parts that are no text")
             "".join((query, *answers, *own, *others)).encode()
@@ -178,8 +184,8 @@ def _library(path: Path, parse: Callable[[Any], _Parsed], name: str) -> Library:
         return [number[text] for text in dict.fromkeys(wanted)]
 
     questions = [
-        Question(query, answers, numbers(own), numbers(others))
-        for query, given, own, others in found
+        Question(query, answers, numbers(own), numbers(gold), numbers(others))
+        for query, given, own, gold, others in found
         if (answers := [answer for answer in given if answer.strip()])
     ]
     if not questions:

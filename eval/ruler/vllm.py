@@ -18,12 +18,14 @@ from ropex.spec import method_name
 _ROWS = 256  # prompts handed over at a time; the engine makes its own batches of them
 
 
-def check_vllm(checkpoints: Sequence[str]) -> None:
-    """Raise OptionError, before anything is loaded, where vLLM is missing or cannot read a checkpoint."""
+def check_vllm(checkpoints: Sequence[str], longest: int, batch_size: int | None) -> None:
+    """Raise OptionError, before anything is loaded, where vLLM is missing or cannot read a checkpoint or a length."""
     if find_spec("vllm") is None:
         raise OptionError("vLLM is not installed: pip install vllm, or leave --backend out")
     if processes().num_processes > 1:
         raise OptionError("vLLM takes all GPUs by itself: start one process")
+    if batch_size is not None:
+        raise OptionError("vLLM makes batches of its own: leave --batch-size out")
     for checkpoint in checkpoints:
         path, name, _ = split_method(checkpoint)
         folder = locate(path)
@@ -31,6 +33,11 @@ def check_vllm(checkpoints: Sequence[str]) -> None:
             raise OptionError(
                 f"vLLM reads what stock transformers reads, and {checkpoint} it does not: give a stock checkpoint or "
                 "export, or leave --backend out"
+            )
+        known = int(open_checkpoint(folder).config.get("max_position_embeddings") or longest)
+        if longest > known:
+            raise OptionError(
+                f"vLLM reads no more than the {known} tokens of {checkpoint}: use shorter ones, or leave --backend out"
             )
 
 
@@ -50,12 +57,13 @@ class Vllm:
         has_settings = (found.path / "generation_config.json").exists()
         settings = GenerationConfig.from_pretrained(found.path) if has_settings else None
         self._stops = stop_ids(settings, tokenizer)
-        gpus = torch.cuda.device_count()
+        gpus, heads, kv_heads = torch.cuda.device_count(), found.rope.heads, found.rope.kv_heads
+        divides = gpus and heads % gpus == 0 and (kv_heads % gpus == 0 or gpus % kv_heads == 0)
         self._engine = LLM(
             model=str(found.path),
             dtype=self.dtype.removeprefix("torch."),
             max_model_len=longest,
-            tensor_parallel_size=gpus if gpus and found.config["num_attention_heads"] % gpus == 0 else 1,
+            tensor_parallel_size=gpus if divides else 1,
             skip_tokenizer_init=True,
             seed=0,
         )

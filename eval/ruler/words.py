@@ -4,7 +4,6 @@ import math
 from functools import cache
 from itertools import islice
 
-from ropex.errors import OptionError
 from ropex.eval.ruler.draft import Draft, Request, drawn
 from ropex.eval.ruler.wording import load_words
 
@@ -123,11 +122,5 @@ def _coded(request: Request, size: int) -> list[str]:
 
 
 def fwe_vocabulary(request: Request) -> int:
-    """Coded words at that length, the dots among them. Raises OptionError if fewer than four."""
-    size = (request.length - request.flavour.fwe_reserve) // 50
-    if size < 4:
-        raise OptionError(
-            f"RULER's fwe has fewer than 4 coded words at length {request.length}: "
-            f"use {200 + request.flavour.fwe_reserve} or more"
-        )
-    return size
+    """Coded words at that length, the dots among them; four at least, or there is nothing to ask for."""
+    return max(4, (request.length - request.flavour.fwe_reserve) // 50)

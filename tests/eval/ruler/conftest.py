@@ -65,6 +65,7 @@ def make_data(folder: Path) -> Data:
     for i in range(30):
         others = rng.sample([document for document in documents if document is not documents[i]], 9)
         hotpot.append({"question": f"Which is {i}?", "answer": f"Title {i}", "context": [*others, documents[i]]})
+        hotpot[-1]["supporting_facts"] = [[f"Title {i}", 0]]
     (folder / "hotpot.json").write_text(json.dumps(hotpot))
     return Data(essays, folder / "squad.json", folder / "hotpot.json")
 

@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ropex.errors import OptionError
 from ropex.eval.models import encode
+from ropex.eval.ruler.flavours import FLAVOURS
 from ropex.eval.ruler.prompts import Prompter, Sample, make_sample, make_samples, require_room
+from ropex.eval.ruler.sources import Essays, Library, Question, Sources
 from ropex.eval.ruler.tasks import TASKS, get_tasks
 
 pytest.importorskip("lm_eval")
@@ -141,21 +143,46 @@ def test_lengths_too_short_are_refused_at_once(task: str, length: int, plain: Pr
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_error_names_the_floor(task: str, plain: Prompter) -> None:
-    """Lengths named in turn lead to one at which the task runs; a tenth below it, it does not."""
-    length = 1
-    for _ in range(20):
-        try:
-            require_room(TASKS[task], length, plain, 0)
-        except OptionError as error:
-            floor = re.search(r"take (\d+) tokens|use (\d+) or more", str(error))
-            assert floor
-            length = int(floor[1] or floor[2])
-        else:
-            break
-    assert make_sample(TASKS[task], length, plain, 0, 0).fill <= 1
+def test_the_error_names_a_length_that_works_for_all_samples(task: str, plain: Prompter) -> None:
+    """A tenth below it, one of them does not."""
+    with pytest.raises(OptionError) as caught:
+        require_room(TASKS[task], 1, plain, 0, 20)
+    floor = re.search(r"take (\d+) tokens", str(caught.value))
+    assert floor
+    length = int(floor[1])
+    require_room(TASKS[task], length, plain, 0, 20)
+    assert all(one.fill <= 1 for one in make_samples(TASKS[task], length, plain, 0, range(20)))
     with pytest.raises(OptionError):
-        require_room(TASKS[task], int(0.9 * length), plain, 0)
+        require_room(TASKS[task], int(0.9 * length), plain, 0, 20)
+
+
+@pytest.mark.parametrize("flavour", ["nvidia", "lm-eval"])
+@pytest.mark.parametrize("length", [2048, 4096])
+def test_texts_whose_tokens_are_of_uneven_length_fill_the_length_too(
+    length: int, flavour: str, prompter: Make, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Prose, then numbers and letters that take many tokens a character; under lm-eval's rules, to its last step."""
+    rng = random.Random(0)
+    prose = ["river stone lamp winter orchard letter copper voice." for _ in range(100)]
+    dense = [" ".join(str(rng.getrandbits(33)) for _ in range(8)) + "." for _ in range(300)]
+    ends = [8 * (i + 1) for i in range(400)]
+    texts = [f"Person{i} lives. " + rng.choice(("stone lamp ", "x9Q#")) * rng.randint(20, 200) for i in range(600)]
+    questions = [Question(f"Who is {i}?", [f"Person{i}"], [i], [i], []) for i in range(40)]
+    sources = Sources(essays=Essays(prose + dense, ends), squad=Library(texts, questions))
+    made = Prompter(tokenizer, flavour=FLAVOURS[flavour], sources=sources)
+    for task in (TASKS["niah_single_2"], TASKS["qa_1"]):
+        room = length - task.tokens_to_generate
+        for got in make_samples(task, length, made, 0, range(20)):
+            assert len(got.input_ids) <= room
+            if flavour == "nvidia":
+                assert len(got.input_ids) > 0.9 * room
+                continue
+            request = made.request(task, length, 0, got.index)
+            low, _ = task.bounds(request)
+            grid = (n for n in range(low, 4000) if n == task.on_grid(n, request))
+            units = next(n for n in grid if made.render(task.draft(n, request)) == got.text)
+            longer = made.render(task.draft(task.after(units, request), request))
+            assert longer == got.text or len(made.encode([longer])[0]) > room
 
 
 def test_an_unknown_task_names_the_known_ones() -> None:

@@ -249,12 +249,36 @@ def test_documents_of_any_size_leave_little_room(tokenizer: PreTrainedTokenizerF
     """RX-41. The gold one still lies anywhere, and no document is there twice."""
     rng = random.Random(0)
     texts = [f"Person{i} lives here. " + "river stone lamp " * rng.randint(10, 300) for i in range(600)]
-    questions = [Question(f"Who is {i}?", [f"Person{i}"], [i], [i + 1, i + 2]) for i in range(40)]
+    questions = [Question(f"Who is {i}?", [f"Person{i}"], [i], [i], [i + 1, i + 2]) for i in range(40)]
     made = Prompter(tokenizer, sources=Sources(squad=Library(texts, questions)))
     got = make_samples(TASKS["qa_1"], 2048, made, 0, range(40))
     assert min(one.fill for one in got) > 0.95
     assert {int(4 * one.facts["depth"]) for one in got} == {0, 1, 2, 3, 4}
     assert all(max(Counter(re.findall(r"Person\d+", one.text)).values()) == 1 for one in got)
+
+
+def test_a_document_larger_than_the_window_is_passed_over(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The others are used up, and then repeated as they are without it."""
+    texts = [f"Person{i} lives here. " + "river stone lamp " * 20 for i in range(8)] + ["copper voice " * 9000]
+    made = Prompter(tokenizer, sources=Sources(squad=Library(texts, [Question("Who?", ["Person3"], [3], [3], [])])))
+    for length in (1024, 4096):
+        got = sample("qa_1", length, made)
+        assert got.fill > 0.9
+        assert all(f"Person{i} " in got.text for i in range(8)) or length == 1024
+
+
+def test_the_depth_of_a_question_is_that_of_its_gold_documents(plain: Prompter) -> None:
+    library = plain.sources.hotpot
+    assert library is not None
+    depths = []
+    for got in make_samples(TASKS["qa_2"], 4096, plain, 0, range(20)):
+        question = library.questions[got.index]
+        (gold,) = question.gold
+        assert len(question.context) == 10
+        shown = re.findall(r"Document \d+:\n(.*?)(?=\n\nDocument \d+:\n|\n\nAnswer the question)", got.text, re.S)
+        assert got.facts["depth"] == shown.index(library.documents[gold]) / (len(shown) - 1)
+        depths.append(got.facts["depth"])
+    assert len({int(4 * depth) for depth in depths}) >= 4
 
 
 def test_questions_start_again_past_the_last(plain: Prompter) -> None:

@@ -56,7 +56,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("stand_in")
 def test_both_backends_give_the_same_answers(checkpoint: str, tmp_path: Path) -> None:
-    asked = (["vt", "fwe"], [700], 2)
+    asked = (["fwe", "niah_single_1"], [500], 2)
     ours = evaluate_ruler([checkpoint], *asked, out=tmp_path / "hf")
     theirs = evaluate_ruler([checkpoint], *asked, backend="vllm", out=tmp_path / "vllm")
     assert [r["score"] for r in theirs["results"]] == [r["score"] for r in ours["results"]]
@@ -74,6 +74,14 @@ def test_what_only_ropex_reads_is_refused_before_anything_is_loaded(checkpoint: 
     for only_ours in (f"{checkpoint}@yarn:2", "nano@adarope:2"):
         with pytest.raises(OptionError, match="give a stock checkpoint or export"):
             evaluate_ruler([checkpoint, only_ours], ["fwe"], [300], backend="vllm")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_what_vllm_would_refuse_is_refused_before_it_is_started(checkpoint: str) -> None:
+    with pytest.raises(OptionError, match="no more than the 512 tokens"):
+        evaluate_ruler([checkpoint], ["fwe"], [400, 700], backend="vllm")
+    with pytest.raises(OptionError, match="leave --batch-size out"):
+        evaluate_ruler([checkpoint], ["fwe"], [400], backend="vllm", batch_size=2)
 
 
 def test_without_vllm_the_error_says_what_to_install(checkpoint: str) -> None:
