@@ -70,7 +70,7 @@ def test_bad_input_is_one_line_that_names_the_cure_and_leaves_nothing(folder, tm
 @pytest.mark.parametrize("wrong", ["sixteen", "16q", "-4", "0", "1.0001k"])
 def test_a_length_that_is_none_is_a_usage_error(folder, tmp_path, wrong):
     done = ropex("convert", folder, "-o", tmp_path / "out", "--to", "yarn", f"--target={wrong}")
-    assert done.returncode == 2 and "16k" in done.stderr and not (tmp_path / "out").exists()
+    assert done.returncode == 2 and "16k" in done.stderr and "--target" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_json_is_one_document_and_nothing_else(folder, tmp_path):
@@ -91,7 +91,7 @@ def test_a_traceback_comes_only_with_debug_and_never_shows_locals(tmp_path):
 def test_lengths_settings_and_names():
     from ropex.cli.common import length, lengths, names, settings
 
-    assert [length(t) for t in ("16384", "16k", "1.5K", "1m")] == [16384, 16384, 1536, 1048576]
+    assert [length(t, "--target") for t in ("16384", "16k", "1.5K", "1m")] == [16384, 16384, 1536, 1048576]
     assert lengths("4k,8k") == [4096, 8192] and names("a, b,") == ["a", "b"]
     assert settings(["beta_fast=16"]) == {"beta_fast": 16.0}
 

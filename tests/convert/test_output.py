@@ -22,7 +22,8 @@ def test_an_existing_folder_is_kept_and_replaced_only_when_asked_and_ours(folder
     with pytest.raises(OutputError, match="--overwrite"):
         convert(folder, out, "yarn", factor=2.0)
     assert (out / "config.json").read_bytes() == before
-    convert(folder, out, "yarn", factor=2.0, overwrite=True)
+    replaced = convert(folder, out, "yarn", factor=2.0, overwrite=True)
+    assert f"{out} held what was made of {folder}: that is replaced" in replaced["notes"]
     assert not (out / "modeling_adarope.py").exists()
     theirs = tmp_path / "theirs"
     theirs.mkdir()
