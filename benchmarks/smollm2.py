@@ -36,7 +36,10 @@ SPARE = 64  # tokens that a document is longer than a window, for what decoding 
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 VARIANTS: dict[str, dict[str, Any]] = {
     "AdaRoPE warmup": {"strategy": "warmup"},
+    "warmup, delta at 1e-3": {"strategy": "warmup", "lr_freq": 1e-3},
+    "warmup, no AdaFreq": {"strategy": "warmup", "ada_freq": False},
     "AdaRoPE warmup-joint": {"strategy": "warmup-joint"},
+    "warmup-joint, delta at 1e-3": {"strategy": "warmup-joint", "lr_freq": 1e-3},
     "AdaRoPE joint": {"strategy": "joint"},
     "YaRN lora": {"strategy": "lora", "to": "yarn"},
     "warmup-joint, no AdaFreq": {"strategy": "warmup-joint", "ada_freq": False},

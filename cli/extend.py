@@ -44,7 +44,7 @@ def extend(
     steps_joint: Annotated[int, typer.Option(help="Steps of the stage after it, or of the only one.")] = 60,
     batch_size: Annotated[int, typer.Option(help="Windows a forward pass.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Forward passes a step.")] = 1,
-    lr_freq: Annotated[float, typer.Option(help="Learning rate of delta (frequencies).")] = 1e-3,
+    lr_freq: Annotated[float, typer.Option(help="Learning rate of delta (frequencies).")] = 1e-2,
     lr_scale: Annotated[float, typer.Option(help="Learning rate of tau and gamma (scale).")] = 1e-2,
     lr_lora: Annotated[float, typer.Option(help="Learning rate of LoRA.")] = 2e-4,
     lr_full: Annotated[float, typer.Option(help="Learning rate of all weights, with --strategy full.")] = 5e-5,

@@ -35,7 +35,7 @@ class Settings:
     steps_joint: int = 60
     batch_size: int = 1
     accumulation: int = 1
-    lr_freq: float = 1e-3
+    lr_freq: float = 1e-2
     lr_scale: float = 1e-2
     lr_lora: float = 2e-4
     lr_full: float = 5e-5
