@@ -167,7 +167,7 @@ def test_a_length_too_short_stops_the_run_before_any_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(batches, "load_model", lambda *args: pytest.fail("loaded"))
     with pytest.raises(OptionError, match="cwe does not fit length 300"):
-        evaluate_ruler([checkpoint], ["fwe", "cwe"], [5000, 300])
+        evaluate_ruler([checkpoint], ["cwe", "fwe"], [5000, 300])
     for wrong in ({"samples": 0}, {"tasks": ["qa"]}, {"lengths": []}, {"batch_size": 0}, {"flavour": "meta"}):
         with pytest.raises(OptionError):
             evaluate_ruler(**{"checkpoints": [checkpoint], "tasks": ["fwe"], "lengths": [512], **wrong})
