@@ -45,9 +45,9 @@ def plain(prompter: Make, tokenizer: PreTrainedTokenizerFast) -> Prompter:
 def test_prompt_and_answer_fill_the_length_and_never_exceed_it(
     task: str, kind: dict, tokenizers: Callable[..., PreTrainedTokenizerFast], prompter: Make
 ) -> None:
-    """RX-41."""
+    """RX-41. Below 1,000 tokens a line or a document, put in whole, may be more than a tenth of the length."""
     made = prompter(tokenizers(**kind), chat=kind.get("chat", False))
-    for length in (2048, 5000):
+    for length in (256, 512, 1000, 2048, 5000):
         try:
             require_room(TASKS[task], length, made, 0, 2)
         except OptionError:
@@ -55,7 +55,7 @@ def test_prompt_and_answer_fill_the_length_and_never_exceed_it(
             continue
         for got in make_samples(TASKS[task], length, made, 0, range(2)):
             used = len(got.input_ids) + TASKS[task].tokens_to_generate
-            assert 0.9 * length <= used <= length
+            assert (0.9 if length >= 1000 else 0.7) * length <= used <= length
             assert got.fill == used / length
 
 
@@ -126,7 +126,7 @@ def test_most_prompts_are_tokenised_once(
     monkeypatch.setattr(made, "encode", lambda texts: measured.extend(texts) or plainly(texts))
     got = make_samples(TASKS[task], 5000, made, 0, range(20))
     assert {one.text for one in got} <= set(measured)
-    assert len(measured) < 40
+    assert len(measured) <= 24
     assert all(one.fill > 0.97 for one in got)
 
 
