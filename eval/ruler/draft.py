@@ -105,12 +105,4 @@ def drawn(count: int, rng: random.Random) -> Iterator[int]:
 
 
 class TooShortError(OptionError):
-    """No prompt of the task fits the length."""
-
-
-def too_short(task: str, length: int, needed: int) -> TooShortError:
-    """The error that names the floor."""
-    return TooShortError(
-        f"RULER's {task} does not fit length {length}: its shortest prompt there and its answer take "
-        f"{max(needed, length + 1)} tokens with this tokenizer; use a longer length"
-    )
+    """No prompt of the task fits the length, or none fills it."""

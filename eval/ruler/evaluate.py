@@ -82,7 +82,7 @@ def evaluate_ruler(
         tokenizers[name] = f"{tokenizer_fingerprint(tokenizer)} {tokenizer.chat_template if chat_template else ''}"
         if tokenizers[name] not in prompters:
             prompters[tokenizers[name]] = Prompter(tokenizer, chat_template, rules, sources)
-    cells, not_run = _plan(chosen, lengths, missing, list(prompters.values()), seed, samples, named=tasks is not None)
+    cells, not_run = _plan(chosen, lengths, missing, list(prompters.values()), seed, samples, tasks is not None, report)
     total, done = len(tokenizers) * len(cells) * samples, 0
     results: list[dict[str, Any]] = []
     scores: dict[tuple[str, str, int], dict[str, list[float]]] = {}
@@ -149,12 +149,15 @@ def _plan(
     seed: int,
     samples: int,
     named: bool,
+    report: Progress,
 ) -> tuple[list[tuple[Task, int]], list[dict[str, Any]]]:
     """What will be run, by length, and what will not and why. Tasks asked for by name have to fit."""
     cells: list[tuple[Task, int]] = []
     not_run: list[dict[str, Any]] = []
+    total = len(set(lengths)) * len(tasks)
     for length in dict.fromkeys(lengths):
         for task in tasks:
+            report("sizing", len(cells) + len(not_run), total)
             try:
                 if task.needs and task.needs in missing:
                     raise DataError(missing[task.needs])

@@ -1,19 +1,22 @@
 """Prompts that fill a length and never exceed it: prompt, answer prefix, BOS, chat template and answer."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from ropex.errors import OptionError, first_line
 from ropex.eval.models import default_bos, encode, encode_all
-from ropex.eval.ruler.draft import Draft, Request, Task, too_short
+from ropex.eval.ruler.draft import Draft, Request, Task, TooShortError
 from ropex.eval.ruler.flavours import FLAVOURS, Flavour
 from ropex.eval.ruler.sources import Sources
 
 _GUESSES = 6  # by estimates; the search halves from then on
 _FLOORS = 20  # steps to a length that is not too short
+_LEAST_FILL = 0.9  # of the length; where whole lines or documents leave more of it empty, it is too short
+_LOOKED_AT = 2**19  # tokens of the first samples, whose fill is looked at before a run
 _FULL = 0.97  # of the room: a prompt that fills as much is not made longer
 _AIM = 0.988  # of the room: where estimates are to come out, so that few prompts are too long or too short
 _NEAR = 1 / 200  # of the room: how close to it the search by estimates has to come
@@ -202,7 +205,9 @@ class _Fit:
 
     def sample(self) -> Sample:
         if self.best is None:
-            raise too_short(self.task.name, self.length, _floor(self.task, self.length, self.prompter, [self.request]))
+            refusal = _refusal(self.task, self.length, self.prompter, self.request.seed, [self.request.index])
+            assert refusal  # the shortest was among those tried
+            raise refusal
         return self.best
 
 
@@ -213,16 +218,41 @@ def _search(fits: Sequence[_Fit], prompter: Prompter) -> None:
 
 
 def require_room(task: Task, length: int, prompter: Prompter, seed: int, samples: int = 1) -> None:
-    """Raise OptionError, at once, if the shortest prompt of a sample does not fit the length.
+    """Raise OptionError, at once, if the shortest prompt of a sample does not fit the length, or if units, put in
+    whole, leave more than a tenth of it empty. Steps of lm-eval's size may leave more."""
+    if refusal := _refusal(task, length, prompter, seed, range(samples)):
+        raise refusal
 
-    Where the first sample's leaves room for another of its size, only questions are looked at one by one: they come
-    with documents of their own.
-    """
-    requests = [prompter.request(task, length, seed, index) for index in range(samples)]
-    if task.metric != "part" and 2 * _needed(task, prompter, requests[:1]) <= length:
-        return
-    if _needed(task, prompter, requests) > length:
-        raise too_short(task.name, length, _floor(task, length, prompter, requests))
+
+def _refusal(task: Task, length: int, prompter: Prompter, seed: int, indices: Sequence[int]) -> TooShortError | None:
+    longer, why = _longer(task, length, prompter, seed, indices)
+    if not why:
+        return None
+    for _ in range(_FLOORS):  # a longer length may be too short too
+        floor, longer = longer, _longer(task, longer, prompter, seed, indices)[0]
+        if longer == floor:
+            break
+    return TooShortError(
+        f"RULER's {task.name} does not fit length {length} with this tokenizer: {why}; use {longer} tokens"
+    )
+
+
+def _longer(task: Task, length: int, prompter: Prompter, seed: int, indices: Sequence[int]) -> tuple[int, str]:
+    """If that length is too short, one that may not be, and why; else itself and nothing."""
+    requests = [prompter.request(task, length, seed, index) for index in indices]
+    needed = _needed(task, prompter, requests[:1])
+    if task.metric == "part" or 2 * needed > length:  # else there is room for all: only questions differ by so much
+        needed = _needed(task, prompter, requests)
+    if needed > length:
+        return needed, f"its shortest prompt there and its answer take {needed} tokens"
+    if prompter.flavour.coarse:
+        return length, ""
+    looked_at = make_samples(task, length, prompter, seed, indices[: max(1, _LOOKED_AT // length)])
+    empty = max(1 - sample.fill for sample in looked_at)
+    if empty <= 1 - _LEAST_FILL:
+        return length, ""
+    why = f"lines or documents, put in whole, leave up to {empty:.0%} of it empty"
+    return math.ceil(empty * length / (1 - _LEAST_FILL)), why
 
 
 def _needed(task: Task, prompter: Prompter, requests: Sequence[Request]) -> int:
@@ -230,16 +260,6 @@ def _needed(task: Task, prompter: Prompter, requests: Sequence[Request]) -> int:
     return max(map(len, prompter.encode([_shortest(task, request, prompter) for request in requests]))) + (
         task.tokens_to_generate
     )
-
-
-def _floor(task: Task, length: int, prompter: Prompter, requests: Sequence[Request]) -> int:
-    """A length at which the shortest prompts of all requests fit: they may be longer at a longer length."""
-    for _ in range(_FLOORS):
-        needed = _needed(task, prompter, [replace(request, length=length, kept={}) for request in requests])
-        if needed <= length:
-            break
-        length = needed
-    return length
 
 
 def _shortest(task: Task, request: Request, prompter: Prompter) -> str:
