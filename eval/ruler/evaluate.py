@@ -157,7 +157,6 @@ def _plan(
     total = len(set(lengths)) * len(tasks)
     for length in dict.fromkeys(lengths):
         for task in tasks:
-            report("sizing", len(cells) + len(not_run), total)
             try:
                 if task.needs and task.needs in missing:
                     raise DataError(missing[task.needs])
@@ -169,6 +168,7 @@ def _plan(
                 not_run.append({"task": task.name, "length": length, "why": str(error)})
             else:
                 cells.append((task, length))
+                report("sizing", len(cells) + len(not_run), total)
     if not cells:
         raise OptionError(f"nothing can be run: {not_run[0]['why']}")
     return cells, not_run
