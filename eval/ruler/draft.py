@@ -105,4 +105,8 @@ def drawn(count: int, rng: random.Random) -> Iterator[int]:
 
 
 class TooShortError(OptionError):
-    """No prompt of the task fits the length, or none fills it."""
+    """No prompt of the task fits the length, or none fills it. longer: tokens that will do, or were tried last."""
+
+    def __init__(self, message: str, longer: int) -> None:
+        super().__init__(message)
+        self.longer = longer

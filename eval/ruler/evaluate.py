@@ -105,7 +105,7 @@ def evaluate_ruler(
                             log.add(record)
                         records.append(record)
                         done += 1
-            except (NoRoomError, TooShortError) as error:  # another sample than the first may need more
+            except (NoRoomError, TooShortError) as error:  # another sample than those looked at may need more
                 not_run.append({"task": task.name, "length": length, "why": f"{checkpoint}: {error}"})
                 done = start + samples
                 continue
@@ -160,8 +160,7 @@ def _plan(
             try:
                 if task.needs and task.needs in missing:
                     raise DataError(missing[task.needs])
-                for prompter in prompters:
-                    require_room(task, length, prompter, seed, samples)
+                _require_room(task, length, prompters, seed, samples)
             except RopexError as error:
                 if named and not isinstance(error, DataError):
                     raise
@@ -172,6 +171,18 @@ def _plan(
     if not cells:
         raise OptionError(f"nothing can be run: {not_run[0]['why']}")
     return cells, not_run
+
+
+def _require_room(task: Task, length: int, prompters: Sequence[Prompter], seed: int, samples: int) -> None:
+    """For every tokenizer; the error is that of the one that wants the most."""
+    refusals = []
+    for prompter in prompters:
+        try:
+            require_room(task, length, prompter, seed, samples)
+        except TooShortError as error:
+            refusals.append(error)
+    if refusals:
+        raise max(refusals, key=lambda error: error.longer)
 
 
 def _turns(samples: int, rows: int, processes: int) -> list[list[range]]:

@@ -14,7 +14,7 @@ from ropex.eval.ruler.flavours import FLAVOURS, Flavour
 from ropex.eval.ruler.sources import Sources
 
 _GUESSES = 6  # by estimates; the search halves from then on
-_FLOORS = 20  # steps to a length that is not too short
+_FLOORS, _STEP = 6, 1.2  # tries to find a length that is not too short, and how much longer each is
 _LEAST_FILL = 0.9  # of the length; where whole lines or documents leave more of it empty, it is too short
 _LOOKED_AT = 2**19  # tokens of the first samples, whose fill is looked at before a run
 _FULL = 0.97  # of the room: a prompt that fills as much is not made longer
@@ -225,16 +225,21 @@ def require_room(task: Task, length: int, prompter: Prompter, seed: int, samples
 
 
 def _refusal(task: Task, length: int, prompter: Prompter, seed: int, indices: Sequence[int]) -> TooShortError | None:
-    longer, why = _longer(task, length, prompter, seed, indices)
+    floor, why = _longer(task, length, prompter, seed, indices)
     if not why:
         return None
     for _ in range(_FLOORS):  # a longer length may be too short too
-        floor, longer = longer, _longer(task, longer, prompter, seed, indices)[0]
-        if longer == floor:
+        longer, more = _longer(task, floor, prompter, seed, indices)
+        if not more:
             break
-    return TooShortError(
-        f"RULER's {task.name} does not fit length {length} with this tokenizer: {why}; use {longer} tokens"
+        floor = longer
+    cure = (
+        f"{floor} tokens are too short as well: use a much longer length, or other data"
+        if more
+        else f"{floor} tokens will do"
     )
+    said = f"RULER's {task.name} does not fit length {length} with this tokenizer: {why}; {cure}"
+    return TooShortError(said, floor)
 
 
 def _longer(task: Task, length: int, prompter: Prompter, seed: int, indices: Sequence[int]) -> tuple[int, str]:
@@ -248,11 +253,9 @@ def _longer(task: Task, length: int, prompter: Prompter, seed: int, indices: Seq
     if prompter.flavour.coarse:
         return length, ""
     looked_at = make_samples(task, length, prompter, seed, indices[: max(1, _LOOKED_AT // length)])
-    empty = max(1 - sample.fill for sample in looked_at)
-    if empty <= 1 - _LEAST_FILL:
+    if min(sample.fill for sample in looked_at) >= _LEAST_FILL:
         return length, ""
-    why = f"lines or documents, put in whole, leave up to {empty:.0%} of it empty"
-    return math.ceil(empty * length / (1 - _LEAST_FILL)), why
+    return math.ceil(_STEP * length), "whole lines, words or documents leave more than a tenth of it empty"
 
 
 def _needed(task: Task, prompter: Prompter, requests: Sequence[Request]) -> int:

@@ -65,6 +65,10 @@ def test_other_tokenizers_size_their_own_prompts_and_the_table_says_so(
     with_bos = save_checkpoint(tmp_path / "bos", bos=True)
     table = evaluate_ruler([checkpoint, with_bos], ["fwe"], [512], samples=1)
     assert "tokenizers differ" in table["note"]
+    with pytest.raises(OptionError, match="tokens will do") as caught:
+        evaluate_ruler([checkpoint, with_bos], ["vt"], [300], samples=1)
+    floor = int(str(caught.value).split()[-4])
+    assert evaluate_ruler([checkpoint, with_bos], ["vt"], [floor], samples=1)["results"]
     assert [row["bos"] for row in table["results"]] == [False, True]
 
 

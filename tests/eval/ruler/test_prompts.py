@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from ropex.errors import OptionError
@@ -140,7 +143,7 @@ def test_lengths_too_short_are_refused_at_once(task: str, length: int, plain: Pr
     """RX-41."""
     start = time.perf_counter()
     for refused in (require_room, lambda *args: make_sample(*args, 0)):
-        with pytest.raises(OptionError, match="use") as caught:
+        with pytest.raises(OptionError, match="will do") as caught:
             refused(TASKS[task], length, plain, 0)
         assert "\n" not in str(caught.value)
     assert time.perf_counter() - start < 1
@@ -151,13 +154,33 @@ def test_the_error_names_a_length_that_works_for_all_samples(task: str, plain: P
     """A tenth below the shortest prompts, one of them does not."""
     with pytest.raises(OptionError) as caught:
         require_room(TASKS[task], 1, plain, 0, 20)
-    floor = re.search(r"take (\d+) tokens; use (\d+) tokens", str(caught.value))
+    floor = re.search(r"take (\d+) tokens; (\d+) tokens will do", str(caught.value))
     assert floor
     shortest, length = map(int, floor.groups())
     require_room(TASKS[task], length, plain, 0, 20)
     assert all(0.9 <= one.fill <= 1 for one in make_samples(TASKS[task], length, plain, 0, range(20)))
     with pytest.raises(OptionError):
         require_room(TASKS[task], int(0.9 * shortest), plain, 0, 20)
+
+
+def test_documents_that_cannot_fill_a_length_are_refused(prompter: Make, tokenizer: PreTrainedTokenizerFast) -> None:
+    """With a length that will do, where one is near; with documents of one token and 6,000 letters there is none."""
+    for own, other, made_by in (("stone " * 40, "river " * 100, tokenizer), ("x" * 6000, "x" * 6000, words_only())):
+        squad = Library([own, *[other] * 10], [Question("What is it?", ["stone"], [0], [0], [])])
+        made = Prompter(made_by, sources=Sources(squad=squad))
+        with pytest.raises(OptionError, match="documents leave more than a tenth of it empty") as caught:
+            require_room(TASKS["qa_1"], 320, made, 0)
+        assert ("too short as well" in str(caught.value)) == (made_by is not tokenizer)
+        if floor := re.search(r"; (\d+) tokens will do", str(caught.value)):
+            assert int(floor[1]) < 600
+            require_room(TASKS["qa_1"], int(floor[1]), made, 0)
+
+
+def words_only() -> PreTrainedTokenizerFast:
+    """One that knows no word, so that each is a token."""
+    bare = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    bare.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>")
 
 
 @pytest.mark.parametrize("flavour", ["nvidia", "lm-eval"])
