@@ -153,9 +153,9 @@ def table(args: argparse.Namespace) -> str:
         found = {name: _found(name, target, args) for name in [*UNTRAINED, *VARIANTS]}
         found = {name: results for name, results in found.items() if results}
         lengths = sorted({int(x) for results in found.values() for r in results for x in r["ruler"]})
-        edges = [window + i * (target - window) // QUARTERS for i in range(QUARTERS)]
-        head = [f"NLL to {target:,}", f"0 to {window:,}", *(f"from {e:,}" for e in edges)]
-        head += ["recall near", "far"] + [f"RULER {x:,}" for x in lengths]
+        edges = [window + (i + 1) * (target - window) // QUARTERS for i in range(QUARTERS)]
+        head = [f"NLL to {target:,}", f"0 to {window:,}", *(f"to {e:,}" for e in edges)]
+        head += ["recall near, %", "far, %"] + [f"RULER {x:,}" for x in lengths]
         lines = [f"| | seeds | {' | '.join(head)} |", "|---" * (2 + len(head)) + "|"]
         for name, results in found.items():
             cells = [f"{statistics.mean(v):.4f}" for v in zip(*(_nlls(r, window) for r in results), strict=True)]

@@ -59,5 +59,5 @@ def main() -> None:
     except (KeyboardInterrupt, SystemExit) as stop:
         if isinstance(stop, SystemExit) and stop.code != 130:
             raise
-        fail("interrupted: nothing half-made is left")
+        fail("interrupted: nothing half-made is left, and what a folder of results holds stays")
         sys.exit(130)

@@ -19,7 +19,7 @@ from ropex.eval.ruler.batches import Backend, Batches, NoRoomError
 from ropex.eval.ruler.draft import Task, TooShortError
 from ropex.eval.ruler.flavours import get_flavour
 from ropex.eval.ruler.generate import Answer, Ask
-from ropex.eval.ruler.prompts import Prompter, Sample, make_samples, require_room
+from ropex.eval.ruler.prompts import LEAST_FILL, Prompter, Sample, make_samples, require_room
 from ropex.eval.ruler.score import Metric, score
 from ropex.eval.ruler.sources import Sources, find_sources
 from ropex.eval.ruler.summary import means, summarise
@@ -110,6 +110,8 @@ def evaluate_ruler(
                 done = start + samples
                 continue
             results.append(summarise(records) | {"bos": bool(prompter.bos)})
+            if (least := min(record["fill"] for record in records)) < LEAST_FILL:
+                notes.append(f"{checkpoint}, {task.name} at {length}: prompts fill as little as {least:.0%} of it.")
             by_task = scores.setdefault((checkpoint, method, length), {})
             by_task[task.name] = [record["score"] for record in records]
         notes += [f"{checkpoint}: {note}" for told in gather(batches.notes) for note in told]

@@ -13,9 +13,9 @@ from ropex.eval.ruler.draft import Draft, Request, Task, TooShortError
 from ropex.eval.ruler.flavours import FLAVOURS, Flavour
 from ropex.eval.ruler.sources import Sources
 
+LEAST_FILL = 0.9  # of the length; where whole lines or documents leave more of it empty, it is too short
 _GUESSES = 6  # by estimates; the search halves from then on
 _FLOORS, _STEP = 6, 1.2  # tries to find a length that is not too short, and how much longer each is
-_LEAST_FILL = 0.9  # of the length; where whole lines or documents leave more of it empty, it is too short
 _LOOKED_AT = 2**19  # tokens of the first samples, whose fill is looked at before a run
 _FULL = 0.97  # of the room: a prompt that fills as much is not made longer
 _AIM = 0.988  # of the room: where estimates are to come out, so that few prompts are too long or too short
@@ -249,11 +249,11 @@ def _longer(task: Task, length: int, prompter: Prompter, seed: int, indices: Seq
     if task.metric == "part" or 2 * needed > length:  # else there is room for all: only questions differ by so much
         needed = _needed(task, prompter, requests)
     if needed > length:
-        return needed, f"its shortest prompt there and its answer take {needed} tokens"
+        return needed, f"the shortest prompt of one of {len(indices)} takes {needed} tokens, the answer included"
     if prompter.flavour.coarse:
         return length, ""
     looked_at = make_samples(task, length, prompter, seed, indices[: max(1, _LOOKED_AT // length)])
-    if min(sample.fill for sample in looked_at) >= _LEAST_FILL:
+    if min(sample.fill for sample in looked_at) >= LEAST_FILL:
         return length, ""
     return math.ceil(_STEP * length), "whole lines, words or documents leave more than a tenth of it empty"
 

@@ -154,7 +154,7 @@ def test_the_error_names_a_length_that_works_for_all_samples(task: str, plain: P
     """A tenth below the shortest prompts, one of them does not."""
     with pytest.raises(OptionError) as caught:
         require_room(TASKS[task], 1, plain, 0, 20)
-    floor = re.search(r"take (\d+) tokens; (\d+) tokens will do", str(caught.value))
+    floor = re.search(r"takes (\d+) tokens, the answer included; (\d+) tokens will do", str(caught.value))
     assert floor
     shortest, length = map(int, floor.groups())
     require_room(TASKS[task], length, plain, 0, 20)
