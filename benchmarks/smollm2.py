@@ -71,7 +71,7 @@ def train(name: str, target: int, args: argparse.Namespace) -> Path:
     rest = args.steps - warm if variant["strategy"].startswith("warmup-") else args.steps
     extend(
         args.checkpoint, folder, target=target, window=args.window, data=[str(data)], dtype=args.dtype, seed=args.seed,
-        batch_size=args.batch_size, steps_warmup=warm, steps_joint=rest, save_steps=10**6,
+        plain_skip=args.plain_skip, batch_size=args.batch_size, steps_warmup=warm, steps_joint=rest, save_steps=10**6,
         resume=(folder / "run.json").exists(), **variant,
     )  # fmt: skip
     return folder
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=300, help="of every run, both stages together")
     parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--plain-skip", action="store_true", help="as the option of `ropex extend`")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--documents", type=int, default=2400)
     parser.add_argument("--samples", type=int, default=50, help="of each RULER task and length; 0 for none")

@@ -37,6 +37,9 @@ def extend(
     window: Annotated[
         str | None, typer.Option(help="Tokens a training window; below the target, positions skip. \\[default: target]")
     ] = None,
+    plain_skip: Annotated[
+        bool, typer.Option("--plain-skip", help="Positions that a window skips have no weight in its attention (PoSE).")
+    ] = False,
     pack: Annotated[
         bool, typer.Option("--pack", help="Fill a window with short documents that do not see each other.")
     ] = False,
@@ -96,6 +99,7 @@ def extend(
         "to": to,
         "params": settings(tunables or []) or None,
         "window": length(window, "--window") if window else None,
+        "plain_skip": plain_skip,
         "pack": pack,
         "steps_warmup": steps_warmup,
         "steps_joint": steps_joint,

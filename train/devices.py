@@ -97,8 +97,7 @@ def check_pieces(model: "PreTrainedModel", settings: Settings, devices: Devices)
     spec: Any = model.ropex_spec
     rope = rope_of_model(model)
     window, cuts = settings.sample_tokens, 2 * devices.pieces  # each process gets a piece from either end
-    slides = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
-    kinds = set(slides if getattr(config, "layer_types", None) is None else config.layer_types) - {"full_attention"}
+    kinds = other_layers(config)
     if PartialState().device.type == "cpu":
         raise UnsupportedError("torch's ring attention has no kernel for the CPU: context parallelism needs GPUs")
     if config._attn_implementation != "sdpa":
@@ -115,6 +114,19 @@ def check_pieces(model: "PreTrainedModel", settings: Settings, devices: Devices)
         raise UnsupportedError(f"accelerate's context parallelism does not know the layers of {config.model_type}")
     if window % cuts:
         raise OptionError(f"a window of {window} tokens does not divide into {cuts} pieces: give a multiple of {cuts}")
+
+
+def weighs_skipped(model: "PreTrainedModel", settings: Settings, devices: Devices) -> bool:
+    """Whether windows whose positions jump are trained with weights for what they skip: these are a mask, which flash
+    and ring attention do not take, and layers with a mask of their own would lose it."""
+    masked = model.config._attn_implementation in ("sdpa", "eager") and devices.pieces == 1
+    return settings.skips and not settings.plain_skip and masked and not other_layers(model.config)
+
+
+def other_layers(config: Any) -> set[str]:
+    """The kinds of layers that do not attend to all of a row."""
+    slides = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    return set(slides if getattr(config, "layer_types", None) is None else config.layer_types) - {"full_attention"}
 
 
 def shard(model: "PreTrainedModel") -> None:

@@ -15,7 +15,7 @@ from ropex.loading import as_dtype, load, load_tokenizer, quiet
 from ropex.seam import attach, rope_of_model
 from ropex.spec import RotarySpec, make_spec
 from ropex.train import runfolder
-from ropex.train.devices import Devices, check_pieces, launched, shard
+from ropex.train.devices import Devices, check_pieces, launched, shard, weighs_skipped
 from ropex.train.documents import sources, tokenise
 from ropex.train.loss import fuses, loss_as_forward
 from ropex.train.memory import estimate
@@ -54,6 +54,7 @@ def extend(
     data: Sequence[str],
     strategy: str = "warmup-joint",
     window: int | None = None,
+    plain_skip: bool = False,
     pack: bool = False,
     steps_warmup: int = 40,
     steps_joint: int = 60,
@@ -94,10 +95,10 @@ def extend(
     stops being a number.
     """
     asked = Settings(
-        target=target, strategy=strategy, window=window, pack=pack, steps_warmup=steps_warmup, steps_joint=steps_joint,
-        batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale, lr_lora=lr_lora,
-        lr_full=lr_full, lora_r=lora_r, lora_alpha=lora_alpha, to=to, init=init, ada_freq=ada_freq, ada_scale=ada_scale,
-        share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps,
+        target=target, strategy=strategy, window=window, plain_skip=plain_skip, pack=pack, steps_warmup=steps_warmup,
+        steps_joint=steps_joint, batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale,
+        lr_lora=lr_lora, lr_full=lr_full, lora_r=lora_r, lora_alpha=lora_alpha, to=to, init=init, ada_freq=ada_freq,
+        ada_scale=ada_scale, share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps,
         keep=keep, grad_ckpt=grad_ckpt, attn=attn, report_to=report_to,
     )  # fmt: skip
     check(asked)
@@ -128,7 +129,7 @@ def extend(
     tokenizer = load_tokenizer(source)
     with everyone.main_process_first():  # the others find its tokens in the cache
         corpus = tokenise(data, tokenizer, settings.sample_tokens, model.config.vocab_size, settings.pack, report.say)
-    _say_corpus(report, corpus, settings)
+    _say_corpus(report, corpus, settings, weighs_skipped(model, settings, devices))
     loss = "liger-kernel" if everyone.device.type == "cuda" and fuses(model) else "in chunks"
     report.say(
         f"attention: {model.config._attn_implementation}, loss: {loss}, device: {everyone.device}{_shared(devices)}"
@@ -184,7 +185,7 @@ def _model(
     source: str, asked: Settings, params: Mapping[str, Any] | None, devices: Devices
 ) -> tuple["PreTrainedModel", Settings, RotarySpec]:
     """The converted model, the resolved settings, and the spec."""
-    model = load(source, asked.dtype, attn=_attention(asked.attn, devices))
+    model = load(source, asked.dtype, attn=_attention(asked, devices))
     spec: RotarySpec | None = getattr(model, "ropex_spec", None)
     if spec is None:
         if asked.target is None:
@@ -208,10 +209,11 @@ def _model(
     return model, resolve(asked, spec.target, str(_spelled(model.dtype))), spec
 
 
-def _attention(asked: str, devices: Devices) -> str | None:
+def _attention(settings: Settings, devices: Devices) -> str | None:
     """transformers' name of the attention to use; None lets transformers choose (sdpa where the family has it)."""
     from transformers.utils import import_utils
 
+    asked = settings.attn
     flash = [f"flash_attention_{n}" for n in (2, 3, 4)]
     installed = [name for name in flash if getattr(import_utils, f"is_flash_attn_{name[-1]}_available")()]
     if asked in flash and asked not in installed:
@@ -220,7 +222,8 @@ def _attention(asked: str, devices: Devices) -> str | None:
         return asked
     if devices.pieces > 1:
         return "sdpa"
-    return installed[0] if installed and torch.cuda.is_available() else None
+    weighs = settings.skips and not settings.plain_skip  # which flash attention cannot
+    return installed[0] if installed and torch.cuda.is_available() and not weighs else None
 
 
 def _spelled(dtype: str | torch.dtype | None) -> str | None:
@@ -355,10 +358,12 @@ def _check_space(place: Path, model: "PreTrainedModel", settings: Settings) -> N
     runfolder.check_space(place, numbers * 4 * 3 * (settings.keep + 1) * len(settings.stages))
 
 
-def _say_corpus(report: Report, corpus: Corpus, settings: Settings) -> None:
+def _say_corpus(report: Report, corpus: Corpus, settings: Settings, weighs: bool) -> None:
     few = f"; {corpus.left_out} shorter than the window left out" if corpus.left_out else ""
-    kind = "whole windows" if settings.window == settings.target else f"position-skip windows for {settings.target}"
-    kind = "packed windows" if settings.pack else kind
+    kind = "packed windows" if settings.pack else "whole windows"
+    if settings.skips:
+        how = "with" if weighs else "without"
+        kind = f"position-skip windows for {settings.target}, {how} weights for what they skip,"
     report.say(
         f"{corpus.documents} documents, {corpus.size:,} tokens{few}; {kind} of {settings.sample_tokens:,} tokens"
     )

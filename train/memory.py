@@ -24,7 +24,8 @@ def estimate(
 
     Activations count what the backward pass keeps of each layer: norms in float32, projections, the two inner states
     of the MLP; with gradient checkpointing, each layer's input and one layer's rest. Attention is counted as linear in
-    the window, which flash and SDPA kernels are and eager is not.
+    the window, which flash and SDPA kernels are and eager is not; the weights of skipped positions are a mask of its
+    square.
     """
     config = model.config
     whole = {id(t.parameter) for t in tensors if t.kind != WEIGHT}
@@ -42,6 +43,8 @@ def estimate(
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = tokens * (hidden * (4 * 4 + 4 * width) + head_dim * (heads + kv_heads) * 6 * width + inner * 5 * width)
     kept = layers * tokens * hidden * width + layer if settings.grad_ckpt else layers * layer
+    if settings.skips and not settings.plain_skip:  # the mask, and what it is made from
+        kept += tokens * settings.sample_tokens * (width + 3 * 4)
     parts = {
         "parameters": sum(own(p) * p.element_size() for p in model.parameters()),
         "optimiser": sum(own(t.parameter) for t in tensors) * 4 * 3,

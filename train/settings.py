@@ -18,7 +18,8 @@ _SAVES_A_STAGE = 10
 class Settings:
     """One run. None stands for what the checkpoint or another setting decides, until `resolve`.
 
-    target, window: tokens; no window means the target. pack: whole documents side by side in a window. to: the method
+    target, window: tokens; no window means the target, and in a shorter one positions jump. plain_skip: what they jump
+    over has no weight in attention. pack: whole documents side by side in a window. to: the method
     that an unconverted source gets; init: where adarope starts from. steps_warmup: optimiser steps of the warm-up;
     steps_joint: of the stage after it, or of the only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA
     matrices; lr_full: all weights. save_steps: steps between checkpoints, a tenth of the longest stage unless given.
@@ -30,6 +31,7 @@ class Settings:
     target: int | None
     strategy: str = "warmup-joint"
     window: int | None = None
+    plain_skip: bool = False
     pack: bool = False
     steps_warmup: int = 40
     steps_joint: int = 60
@@ -57,6 +59,11 @@ class Settings:
     @property
     def stages(self) -> tuple[Stage, ...]:
         return stages_of(self.strategy)
+
+    @property
+    def skips(self) -> bool:
+        """Whether positions jump, so that windows shorter than the target show its distances."""
+        return not self.pack and self.window is not None and (self.target is None or self.window < self.target)
 
     @property
     def sample_tokens(self) -> int:

@@ -19,12 +19,12 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from ropex.checkpoint import TRAINED
 from ropex.errors import CheckpointError, OutputError, RopexError
 from ropex.train import atomic
-from ropex.train.devices import Devices, average_gradients, gathered, own_shards, share
+from ropex.train.devices import Devices, average_gradients, gathered, own_shards, share, weighs_skipped
 from ropex.train.loss import loss_as_forward
 from ropex.train.settings import Settings
 from ropex.train.stages import Stage
 from ropex.train.trainable import WEIGHT, restore, spread, trainable, trained_state
-from ropex.train.windows import Windows
+from ropex.train.windows import Windows, weigh_skipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,6 +80,7 @@ class StageTrainer(Trainer):
         self.devices = devices or Devices()
         self.stage, self.settings, self.windows, self.record = stage, settings, windows, record
         self.trained, self.folder = model, folder
+        self.weighs = weighs_skipped(model, settings, self.devices)
         self._began, self._rates, self._destination = 0.0, {}, folder  # type: float, dict[str, float], Path
         arguments = TrainingArguments(
             output_dir=str(folder),
@@ -122,6 +123,8 @@ class StageTrainer(Trainer):
     ) -> Any:
         if num_items_in_batch is None:
             raise RuntimeError("the Trainer did not count the labels of the step")
+        if self.weighs:
+            inputs = inputs | {"attention_mask": weigh_skipped(inputs["position_ids"], self.trained.dtype)}
         # `items` are the labels of all processes, whose gradients are then averaged
         loss = model(inputs, num_items_in_batch) * self.accelerator.num_processes
         if not torch.isfinite(loss):

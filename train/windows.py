@@ -66,6 +66,28 @@ def skip_positions(rng: np.random.Generator, window: int, target: int) -> np.nda
     return positions
 
 
+def weigh_skipped(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What to add to the attention scores of rows whose positions jump, so that tokens stand for those skipped.
+
+    positions: [B, T], from 0 in ascending pieces. Returns [B, 1, T, T]: 0 for keys in a query's own piece, for those of
+    an earlier piece the logarithm of the positions from its start to the next piece's a token of it, -inf above the
+    diagonal. So the weights of what a query at position p sees sum to p + 1: as many keys compete as will when the
+    model is used. Without weights a window of 2,048 tokens trains the scale at position 32,767 against 2,048 keys at
+    most, and leaves attention too blunt for 32,768.
+    """
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    piece = begins.cumsum(1) - 1
+    shape = len(positions), int(piece.max()) + 2
+    starts = positions.new_zeros(shape).scatter_add_(1, piece, torch.where(begins, positions, 0))
+    tokens = positions.new_zeros(shape).scatter_add_(1, piece, torch.ones_like(piece))
+    weights = (starts[:, 1:] - starts[:, :-1]) / tokens[:, :-1].clamp(min=1)  # of a row's last piece: never used
+    log = weights.clamp(min=1).log().gather(1, piece)
+    bias = torch.where(piece[:, :, None] == piece[:, None], 0, log[:, None])
+    above = torch.ones(positions.shape[1], positions.shape[1], dtype=torch.bool, device=positions.device).triu(1)
+    return bias.masked_fill(above, -torch.inf)[:, None].to(dtype)
+
+
 class Windows(Dataset):
     """`count` windows from number `first` of the endless series that a seed gives; later stages start further on."""
 

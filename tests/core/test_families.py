@@ -9,6 +9,9 @@ from ropex import attach
 from ropex.families import FAMILIES
 from ropex.seam import rope_of_model, rotaries
 from ropex.spec import make_spec
+from ropex.train.devices import Devices, other_layers, weighs_skipped
+from ropex.train.settings import Settings
+from ropex.train.windows import weigh_skipped
 
 families = pytest.mark.parametrize("name", list(FAMILIES))
 
@@ -108,3 +111,25 @@ def test_a_fresh_adarope_in_bfloat16_is_its_parent_exactly(name, tokens):
         parameter.data = parameter.data.bfloat16()
     parent = model(tokens).logits
     assert torch.equal(convert(model)(tokens).logits, parent)
+
+
+@families
+@torch.no_grad()
+def test_a_row_with_skipped_positions_can_be_read_with_weights(name, tokens):
+    """As in training: the mask with weights is taken as it is, by families whose layers attend to the whole row."""
+    model = convert(tiny(name))
+    if other_layers(model.config):
+        assert not weighs_skipped(model, Settings(4096, window=tokens.shape[1]), Devices())
+        return
+    assert weighs_skipped(model, Settings(4096, window=tokens.shape[1]), Devices())
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens).clone()
+    ones = torch.ones_like(tokens)
+
+    def logits(mask):
+        return model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+
+    torch.testing.assert_close(logits(weigh_skipped(positions, model.dtype)), logits(ones), rtol=0, atol=LOGITS)
+    half = tokens.shape[1] // 2
+    positions[:, half:] += 1000
+    change = (logits(weigh_skipped(positions, model.dtype)) - logits(ones)).abs().amax((0, 2))
+    assert change[:half].max() < LOGITS < 10 * LOGITS < change[half:].min()

@@ -60,8 +60,8 @@ sys.modules["ropex.train.extend"].check_pieces = lambda *given: None
 
 def test_losses_and_weights_are_those_of_whole_windows(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     asked = {
-        "target": 256, "window": 64, "data": [str(text)], "steps_warmup": 3, "steps_joint": 3, "save_steps": 2,
-        "lr_lora": 1e-3, "dtype": "float32", "batch_size": 2, "accumulation": 2,
+        "target": 256, "window": 64, "plain_skip": True, "data": [str(text)], "steps_warmup": 3, "steps_joint": 3,
+        "save_steps": 2, "lr_lora": 1e-3, "dtype": "float32", "batch_size": 2, "accumulation": 2,
     }  # fmt: skip
     extend(checkpoint, tmp_path / "one", **asked)
     said = in_two(checkpoint, tmp_path / "two", asked, ON_THE_CPU, **CUT)

@@ -68,7 +68,8 @@ def test_the_run_loads_as_the_model_that_was_trained(
     summary = run()
     assert summary["finished"]
     loaded, parent = ropex.load(tmp_path / "run"), ropex.load(checkpoint)
-    torch.testing.assert_close(logits(loaded), logits(live[0]), rtol=1e-5, atol=1e-5)
+    exact = ropex.load(tmp_path / "run").double()  # in float32 the forward's own rounding is larger than the merge's
+    torch.testing.assert_close(logits(exact), logits(live[0].double()), rtol=0, atol=5e-6)
     warmup = ropex.load(tmp_path / "run" / "warmup")
     assert (logits(loaded) - logits(warmup)).abs().max() > 1e-2
     assert (logits(warmup) - logits(parent)).abs().max() > 1e-2
@@ -325,11 +326,11 @@ def test_a_strategy_that_cannot_be_is_refused_before_anything_loads(run: Callabl
 
 def test_every_argument_arrives_where_it_belongs(run: Callable, tmp_path: Path) -> None:
     given = {
-        "target": 200, "strategy": "warmup", "window": 48, "pack": False, "steps_warmup": 2, "steps_joint": 3,
-        "batch_size": 4, "accumulation": 5, "lr_freq": 0.006, "lr_scale": 0.007, "lr_lora": 0.008, "lr_full": 0.009,
-        "lora_r": 9, "lora_alpha": 10, "to": "adarope", "init": "pi", "ada_freq": False, "ada_scale": True,
-        "share_heads": True, "dtype": "bfloat16", "attn": "eager", "seed": 11, "save_steps": 12, "keep": 3,
-        "grad_ckpt": True, "report_to": "none",
+        "target": 200, "strategy": "warmup", "window": 48, "plain_skip": True, "pack": False, "steps_warmup": 2,
+        "steps_joint": 3, "batch_size": 4, "accumulation": 5, "lr_freq": 0.006, "lr_scale": 0.007, "lr_lora": 0.008,
+        "lr_full": 0.009, "lora_r": 9, "lora_alpha": 10, "to": "adarope", "init": "pi", "ada_freq": False,
+        "ada_scale": True, "share_heads": True, "dtype": "bfloat16", "attn": "eager", "seed": 11, "save_steps": 12,
+        "keep": 3, "grad_ckpt": True, "report_to": "none",
     }  # fmt: skip
     assert run(**given)["settings"] == given
 

@@ -15,7 +15,7 @@ from ropex.train.settings import Settings, resolve
 from ropex.train.stages import JOINT, WARMUP, Stage
 from ropex.train.trainable import add_lora, choose, trainable, trained_state
 from ropex.train.trainer import StageTrainer, Stop, parameter_groups, rate
-from ropex.train.windows import Corpus, Windows
+from ropex.train.windows import Corpus, Windows, weigh_skipped
 
 
 @pytest.fixture
@@ -94,6 +94,20 @@ def test_in_bfloat16_every_tensor_moves_and_stays_float32_everywhere(make: Calla
     assert {t.dtype for t in saved.values()} == {torch.float32}
     assert all(torch.equal(saved[t.name], t.parameter) for t in trainable(trainer.model))
     assert torch.equal(trainer.model.model.layers[0].mlp.up_proj.weight, backbone)
+
+
+@pytest.mark.parametrize("plain_skip", [False, True])
+def test_skipped_positions_weigh_in_the_loss_unless_told_otherwise(make: Callable, plain_skip: bool) -> None:
+    trainer, lines = make(steps_warmup=1, plain_skip=plain_skip)
+    batch = {k: v[None] for k, v in trainer.windows[0].items()}
+    assert (batch["position_ids"].diff() > 1).any()
+    plain = batch_loss(trainer.model, batch, 47).item()
+    weighed = batch_loss(
+        trainer.model, batch | {"attention_mask": weigh_skipped(batch["position_ids"], torch.float32)}, 47
+    ).item()
+    assert abs(plain - weighed) > 1e-4
+    trainer.train()
+    assert lines[0]["loss"] == pytest.approx(plain if plain_skip else weighed, abs=1e-6)
 
 
 @pytest.mark.parametrize("stage", [WARMUP, JOINT])

@@ -11,7 +11,7 @@ from ropex import attach, make_spec
 from ropex.errors import DataError
 from ropex.seam import rope_of_model, rotaries
 from ropex.train.loss import batch_loss
-from ropex.train.windows import Corpus, Windows, skip_positions
+from ropex.train.windows import Corpus, Windows, skip_positions, weigh_skipped
 
 
 def corpus(*lengths: int) -> Corpus:
@@ -119,6 +119,28 @@ def test_tokens_after_a_jump_attend_to_those_before_it(tiny_llama: Callable, att
             for b in (batch, changed)
         )
         assert ((before - after)[:, -1].abs().amax(-1) > 1e-4).all()
+
+
+@given(st.integers(0, 2**32), st.integers(16, 200), st.integers(0, 5000))
+def test_the_weights_of_what_a_query_sees_add_up_to_the_positions_before_it(seed: int, window: int, room: int) -> None:
+    rng = np.random.default_rng(seed)
+    positions = torch.from_numpy(np.stack([skip_positions(rng, window, window + room) for _ in range(3)]))
+    bias = weigh_skipped(positions, torch.float64)
+    assert bias.shape == (3, 1, window, window)
+    assert torch.equal(bias.isinf(), torch.ones(window, window).triu(1).bool().expand_as(bias))
+    torch.testing.assert_close(bias.exp().sum(-1)[:, 0], positions + 1.0, rtol=1e-5, atol=0, check_dtype=False)
+    pieces = (positions - torch.arange(window))[:, None]  # how far positions are ahead of the tokens
+    same = pieces[..., None] == pieces[..., None, :]
+    assert (bias[same & ~bias.isinf()] == 0).all()
+    assert (bias[~same & ~bias.isinf()] > 0).all()
+
+
+def test_weights_by_hand() -> None:
+    """Two tokens stand for five positions, three for thirteen; the last piece is itself."""
+    bias = weigh_skipped(torch.tensor([[0, 1, 5, 6, 7, 18, 19]]), torch.float64)[0, 0]
+    first, second = np.log(5 / 2), np.log(13 / 3)
+    assert bias[-1].tolist() == pytest.approx([first] * 2 + [second] * 3 + [0] * 2)
+    assert bias[3].tolist()[:4] == pytest.approx([first] * 2 + [0] * 2)
 
 
 def test_packed_windows_hold_whole_documents_side_by_side_and_predict_no_first_token() -> None:
