@@ -116,10 +116,12 @@ def check_pieces(model: "PreTrainedModel", settings: Settings, devices: Devices)
         raise OptionError(f"a window of {window} tokens does not divide into {cuts} pieces: give a multiple of {cuts}")
 
 
-def weighs_skipped(model: "PreTrainedModel", settings: Settings, devices: Devices) -> bool:
+def weighs_skipped(model: "PreTrainedModel", settings: Settings, pieces: int = 1) -> bool:
     """Whether windows whose positions jump are trained with weights for what they skip: these are a mask, which flash
-    and ring attention do not take, and layers with a mask of their own would lose it."""
-    masked = model.config._attn_implementation in ("sdpa", "eager") and devices.pieces == 1
+    and ring attention do not take, and layers with a mask of their own would lose it.
+
+    pieces: processes that share a window's tokens."""
+    masked = model.config._attn_implementation in ("sdpa", "eager") and pieces == 1
     return settings.skips and not settings.plain_skip and masked and not other_layers(model.config)
 
 

@@ -129,7 +129,7 @@ def extend(
     tokenizer = load_tokenizer(source)
     with everyone.main_process_first():  # the others find its tokens in the cache
         corpus = tokenise(data, tokenizer, settings.sample_tokens, model.config.vocab_size, settings.pack, report.say)
-    _say_corpus(report, corpus, settings, weighs_skipped(model, settings, devices))
+    _say_corpus(report, corpus, settings, weighs_skipped(model, settings, devices.pieces))
     loss = "liger-kernel" if everyone.device.type == "cuda" and fuses(model) else "in chunks"
     report.say(
         f"attention: {model.config._attn_implementation}, loss: {loss}, device: {everyone.device}{_shared(devices)}"

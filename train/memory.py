@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ropex.seam import rope_of_model
-from ropex.train.devices import held, layers_of
+from ropex.train.devices import held, layers_of, weighs_skipped
 from ropex.train.loss import chunk_tokens
 from ropex.train.settings import Settings
 from ropex.train.trainable import WEIGHT, Trained
@@ -43,7 +43,7 @@ def estimate(
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = tokens * (hidden * (4 * 4 + 4 * width) + head_dim * (heads + kv_heads) * 6 * width + inner * 5 * width)
     kept = layers * tokens * hidden * width + layer if settings.grad_ckpt else layers * layer
-    if settings.skips and not settings.plain_skip:  # the mask, and what it is made from
+    if weighs_skipped(model, settings, pieces):  # the mask, and what it is made from
         kept += tokens * settings.sample_tokens * (width + 3 * 4)
     parts = {
         "parameters": sum(own(p) * p.element_size() for p in model.parameters()),

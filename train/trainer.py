@@ -80,7 +80,7 @@ class StageTrainer(Trainer):
         self.devices = devices or Devices()
         self.stage, self.settings, self.windows, self.record = stage, settings, windows, record
         self.trained, self.folder = model, folder
-        self.weighs = weighs_skipped(model, settings, self.devices)
+        self.weighs = weighs_skipped(model, settings, self.devices.pieces)
         self._began, self._rates, self._destination = 0.0, {}, folder  # type: float, dict[str, float], Path
         arguments = TrainingArguments(
             output_dir=str(folder),

@@ -9,7 +9,7 @@ from ropex import attach
 from ropex.families import FAMILIES
 from ropex.seam import rope_of_model, rotaries
 from ropex.spec import make_spec
-from ropex.train.devices import Devices, other_layers, weighs_skipped
+from ropex.train.devices import other_layers, weighs_skipped
 from ropex.train.settings import Settings
 from ropex.train.windows import weigh_skipped
 
@@ -119,9 +119,9 @@ def test_a_row_with_skipped_positions_can_be_read_with_weights(name, tokens):
     """As in training: the mask with weights is taken as it is, by families whose layers attend to the whole row."""
     model = convert(tiny(name))
     if other_layers(model.config):
-        assert not weighs_skipped(model, Settings(4096, window=tokens.shape[1]), Devices())
+        assert not weighs_skipped(model, Settings(4096, window=tokens.shape[1]))
         return
-    assert weighs_skipped(model, Settings(4096, window=tokens.shape[1]), Devices())
+    assert weighs_skipped(model, Settings(4096, window=tokens.shape[1]))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).clone()
     ones = torch.ones_like(tokens)
 

@@ -1,11 +1,16 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ropex import attach, make_spec
 from ropex.errors import OptionError
+from ropex.seam import rope_of_model
 from ropex.train import plan as module
 from ropex.train.extend import extend
+from ropex.train.memory import estimate
 from ropex.train.plan import plan
+from ropex.train.settings import Settings
 
 
 def test_a_plan_counts_each_stage_from_headers_alone(checkpoint: Path) -> None:
@@ -52,3 +57,17 @@ def test_what_cannot_fit_is_refused_with_the_setting_that_would(
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(module, "_device", lambda: ("a tiny one", 1000))
     assert "no setting makes it fit" in plan(str(checkpoint), **asked)["notes"][0]
+
+
+def test_a_mask_is_counted_where_there_is_one(tiny_llama: Callable) -> None:
+    model = tiny_llama()
+    attach(model, make_spec("adarope", rope_of_model(model), target=512, init="yarn"))
+    weighed, plain = Settings(512, window=64), Settings(512, window=64, plain_skip=True)
+
+    def mask(pieces: int = 1) -> int:
+        return estimate(model, [], weighed, pieces)["total"] - estimate(model, [], plain, pieces)["total"]
+
+    assert mask() == 64 * 64 * (4 + 12)
+    assert mask(pieces=2) == 0
+    model.config._attn_implementation = "flash_attention_2"
+    assert mask() == 0
