@@ -18,7 +18,21 @@ if TYPE_CHECKING:
 Checkpoints = Annotated[
     list[str], typer.Argument(metavar="CKPT...", help="Checkpoints; PATH@yarn:2 applies a method on the fly.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="Compute in float32, bfloat16 or float16. \\[default: as stored]")]
+
+
+def known_dtype(name: str | None) -> str | None:
+    """Refuse an unknown dtype before anything is read."""
+    if name:
+        from ropex.loading import as_dtype
+
+        as_dtype(name)
+    return name
+
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(callback=known_dtype, help="Compute in float32, bfloat16 or float16. \\[default: as stored]"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Out = Annotated[
     Path | None, typer.Option("-o", "--out", help="Folder for results, report and figure; a stopped run goes on there.")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ropex.cli.common import lengths, note, print_json, progress, settings, stdout, table
+from ropex.cli.common import known_dtype, lengths, note, print_json, progress, settings, stdout, table
 
 _PROBE = "What the heads do (with --probe or --against)"
 
@@ -47,7 +47,8 @@ def inspect(
         typer.Option("--threshold", help="Where a class begins, such as sink=0.4.", rich_help_panel=_PROBE),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Compute in float32, bfloat16 or float16.", rich_help_panel=_PROBE)
+        str | None,
+        typer.Option(callback=known_dtype, help="Compute in float32, bfloat16 or float16.", rich_help_panel=_PROBE),
     ] = None,
     known: Annotated[
         Path | None,

@@ -55,6 +55,9 @@ def test_bad_input_is_one_line_that_names_the_cure_and_leaves_nothing(folder, tm
     assert "does not exist" in one_line(ropex("inspect", tmp_path / "nowhere"))
     assert "no config.json" in one_line(ropex("convert", tmp_path, "-o", tmp_path.parent / "o", "--to", "yarn"))
     assert "choose one of" in one_line(ropex("convert", folder, "-o", out, "--to", "yarrn"))
+    for command in (["eval", "ruler"], ["eval", "needle"], ["inspect", "--probe"]):  # before the text is looked for
+        arguments = [*command, folder, "--lengths", "128", "--dtype", "int8"]
+        assert "unknown dtype 'int8'" in one_line(ropex(*arguments))
     below = one_line(ropex("convert", folder, "-o", out, "--to", "yarn", "--target", "64"))
     assert "below the native window of 128" in below
     (tmp_path / "taken").mkdir()
