@@ -28,7 +28,7 @@ def measure(args: argparse.Namespace, window: int, attention: str) -> dict[str, 
     extend(
         args.checkpoint, run, target=target, window=window, data=[str(args.data)], steps_warmup=args.steps,
         steps_joint=args.steps, dtype=args.dtype, attn=attention, grad_ckpt=True, save_steps=10**6,
-        plain_skip=True,  # flash attention has no other
+        plain_skip=window < target,  # flash attention has no other
     )  # fmt: skip
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     shutil.rmtree(run)

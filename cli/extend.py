@@ -7,7 +7,7 @@ import typer
 
 from ropex.cli.common import fail, goes_on, length, note, print_json, progress, settings, stdout, table
 from ropex.cli.evaluate import show_nll
-from ropex.config import read_json
+from ropex.config import ADAROPE, read_json
 from ropex.errors import RopexError
 
 
@@ -26,7 +26,11 @@ def extend(
         list[str] | None, typer.Option(help=".txt, .md, .jsonl, .parquet, a folder, or a Hub dataset; may be repeated.")
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="What is trained when: warmup-joint, warmup-lora, warmup, joint, lora or full.")
+        str,
+        typer.Option(
+            help="What is trained: warmup-joint (the heads' own parameters, then these and LoRA), warmup-lora (then "
+            "LoRA alone), warmup, joint, lora, or full (every weight, in float32)."
+        ),
     ] = "warmup-joint",
     to: Annotated[
         str, typer.Option(help="The method that an unconverted SRC gets; all but adarope train LoRA or full.")
@@ -35,36 +39,61 @@ def extend(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A tunable of the method; may be repeated.")
     ] = None,
     window: Annotated[
-        str | None, typer.Option(help="Tokens a training window; below the target, positions skip. \\[default: target]")
+        str | None,
+        typer.Option(
+            help="Tokens of a training window. A shorter one than the target is cheaper: its positions jump, to cover "
+            "the target's. \\[default: target]"
+        ),
     ] = None,
     plain_skip: Annotated[
-        bool, typer.Option("--plain-skip", help="Positions that a window skips have no weight in its attention (PoSE).")
+        bool,
+        typer.Option(
+            "--plain-skip/--no-plain-skip",
+            help="With such a window: tokens do not stand for the positions skipped after them (PoSE as published).",
+        ),
     ] = False,
     pack: Annotated[
-        bool, typer.Option("--pack", help="Fill a window with short documents that do not see each other.")
+        bool, typer.Option("--pack/--no-pack", help="Fill a window with short documents that do not see each other.")
     ] = False,
     steps_warmup: Annotated[int, typer.Option(help="Steps of the warm-up: rotary parameters alone.")] = 40,
-    steps_joint: Annotated[int, typer.Option(help="Steps of the stage after it, or of the only one.")] = 60,
-    batch_size: Annotated[int, typer.Option(help="Windows a forward pass.")] = 1,
-    accumulation: Annotated[int, typer.Option(help="Forward passes a step.")] = 1,
+    steps_joint: Annotated[
+        int, typer.Option(help="Steps of the stage after the warm-up, or of joint, lora or full.")
+    ] = 60,
+    batch_size: Annotated[int, typer.Option(help="Windows of a forward pass.")] = 1,
+    accumulation: Annotated[int, typer.Option(help="Forward passes of a step.")] = 1,
     lr_freq: Annotated[float, typer.Option(help="Learning rate of delta (frequencies).")] = 1e-2,
     lr_scale: Annotated[float, typer.Option(help="Learning rate of tau and gamma (scale).")] = 1e-2,
     lr_lora: Annotated[float, typer.Option(help="Learning rate of LoRA.")] = 2e-4,
+    lora_r: Annotated[int, typer.Option(help="Rank of LoRA, on q and k.")] = 16,
+    lora_alpha: Annotated[int, typer.Option(help="Scale of LoRA: alpha / rank.")] = 16,
     lr_full: Annotated[float, typer.Option(help="Learning rate of all weights, with --strategy full.")] = 5e-5,
     init: Annotated[str, typer.Option(help="The method that the heads start from.")] = "yarn",
-    no_adafreq: Annotated[bool, typer.Option("--no-adafreq", help="Leave the frequencies as they start.")] = False,
-    no_adascale: Annotated[bool, typer.Option("--no-adascale", help="Leave the attention scale as it starts.")] = False,
-    share_heads: Annotated[bool, typer.Option("--share-heads", help="One table and scale for all heads.")] = False,
+    no_adafreq: Annotated[
+        bool, typer.Option("--no-adafreq/--adafreq", help="Leave the frequencies as they start.")
+    ] = False,
+    no_adascale: Annotated[
+        bool, typer.Option("--no-adascale/--adascale", help="Leave the attention scale as it starts.")
+    ] = False,
+    share_heads: Annotated[
+        bool, typer.Option("--share-heads/--no-share-heads", help="One table and scale for all heads.")
+    ] = False,
     dtype: Annotated[str | None, typer.Option(help="Backbone in float32 or bfloat16. \\[default: as stored]")] = None,
     grad_ckpt: Annotated[
-        bool | None, typer.Option("--grad-ckpt/--no-grad-ckpt", help="Recompute activations. \\[default: from 4k]")
+        bool | None,
+        typer.Option(
+            "--grad-ckpt/--no-grad-ckpt",
+            help="Recompute activations, which saves memory. \\[default: for windows from 4k on]",
+        ),
     ] = None,
     attn: Annotated[
         str,
-        typer.Option(help="Attention: auto, sdpa, eager, flash_attention_2; auto takes flash where it is installed."),
+        typer.Option(
+            help="Attention: auto, sdpa, eager or flash_attention_2; auto takes flash where it is installed, and sdpa "
+            "where tokens stand for skipped positions, which flash cannot."
+        ),
     ] = "auto",
     save_steps: Annotated[int | None, typer.Option(help="Steps between checkpoints. \\[default: ten a stage]")] = None,
-    keep: Annotated[int, typer.Option(help="Checkpoints of a stage that stay.")] = 2,
+    keep: Annotated[int, typer.Option(help="Checkpoints kept for each stage.")] = 2,
     report_to: Annotated[str | None, typer.Option(help="A tracker, such as tensorboard.")] = None,
     seed: Annotated[int, typer.Option(help="Windows, their order and LoRA's start follow from this.")] = 0,
     eval_data: Annotated[
@@ -85,8 +114,8 @@ def extend(
     """Train the extension: rotary parameters first, then rotary parameters and LoRA together.
 
     [bold]Examples[/bold]
-      ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048
-      ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048 --resume
+      ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048 --dtype bf16
+      ropex extend ./SmolLM2-135M -o run --target 16k --data books/ --window 2048 --dtype bf16 --resume
       ropex extend ./SmolLM2-135M -o run --recipe smollm2-135m-16k --data books/ --eval-data held-out.txt
       ropex extend ./Llama-3-8B --recipe llama3-8b-64k --plan --plan-devices 8
       ropex extend ./SmolLM2-135M -o healed --target 16k --data books/ --to rope-id --strategy full --dtype float32
@@ -109,6 +138,8 @@ def extend(
         "lr_scale": lr_scale,
         "lr_lora": lr_lora,
         "lr_full": lr_full,
+        "lora_r": lora_r,
+        "lora_alpha": lora_alpha,
         "init": init,
         "ada_freq": not no_adafreq,
         "ada_scale": not no_adascale,
@@ -138,8 +169,8 @@ def extend(
         show_plan(src, asked, plan_devices, as_json)
         return
     if out is None or not texts:
-        missing = [name for name, value in (("--out", out), ("--data", texts)) if not value]
-        raise typer.BadParameter("not given", param_hint=" and ".join(missing))
+        needed = (("-o, a folder for the run", out), ("--data, the text to train on", texts))
+        raise typer.BadParameter(f"give {' and '.join(name for name, value in needed if not value)}")
     asked.setdefault("target", None)
     if compare and eval_data and not (resume and out.exists()):  # a mistake there should not wait for the end
         from ropex.eval.nll import check_text
@@ -150,7 +181,10 @@ def extend(
     result = run(src, out, data=texts, resume=resume, overwrite=overwrite, **asked)
     if not goes_on():
         raise typer.Exit(0 if result["finished"] else 1)
-    compared = before_and_after(src, out, eval_data, texts, result, resume) if result["finished"] and compare else None
+    compared = None
+    if result["finished"] and compare:
+        parent = [] if asked.get("params") else untrained(src, result["settings"])
+        compared = before_and_after([src, *parent, str(out)], out, eval_data, texts, result["settings"], resume)
     if as_json:
         print_json(result | ({"nll": compared} if compared else {}))
     if not result["finished"]:
@@ -163,10 +197,25 @@ def extend(
     stdout().print(f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`")
 
 
+def untrained(source: str, settings: dict[str, Any]) -> list[str]:
+    """What the run started from: the source with its method on the fly, where it did not have one before."""
+    from ropex.convert.inspect import inspect
+
+    facts, method = inspect(source), settings["init"] if settings["to"] == ADAROPE else settings["to"]
+    if facts["method"] != "rope" or method == "rope":
+        return []
+    return [f"{source}@{method}:{settings['target'] / facts['window']}"]
+
+
 def before_and_after(
-    source: str, out: Path, unseen: list[str] | None, trained_on: list[str], result: dict[str, Any], kept: bool
+    checkpoints: list[str],
+    out: Path,
+    unseen: list[str] | None,
+    trained_on: list[str],
+    settings: dict[str, Any],
+    kept: bool,
 ) -> dict[str, Any]:
-    """NLL of the source and of the run at the target; kept in the run with a plot. Without unseen text, on two windows
+    """NLL of the checkpoints at the target; kept in the run with a plot. Without unseen text, on two windows
     each of two documents of the training text, and it says so. kept: a table that is there already stands."""
     from ropex.eval.nll import evaluate_nll
     from ropex.eval.plot import plot_nll
@@ -176,15 +225,14 @@ def before_and_after(
 
     if kept and not unseen and (out / NLL).exists():  # the run was finished before, and so was its table
         return dict(read_json(out / NLL))
-    target = result["settings"]["target"]
     few = None if unseen else 2
     with progress() as say:
         try:
             text = unseen or [str(s) for s in sources(trained_on)]
-            dtype = result["settings"]["dtype"]
             report = evaluate_nll(
-                [source, str(out)], text, [target], dtype=dtype, documents=few, windows=few, progress=say
-            )
+                checkpoints, text, [settings["target"]], dtype=settings["dtype"], documents=few, windows=few,
+                progress=say,
+            )  # fmt: skip
         except RopexError as error:  # the run is made all the same; its training text may have no such long document
             note(f"no table of NLL before and after ({error}): make it with `ropex eval nll`")
             return {}

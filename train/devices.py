@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ropex.errors import OptionError, UnsupportedError
 from ropex.seam import rope_of_model, rotaries
-from ropex.train.settings import Settings
+from ropex.train.settings import FLASH, Settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -117,18 +117,19 @@ def check_pieces(model: "PreTrainedModel", settings: Settings, devices: Devices)
 
 
 def weighs_skipped(model: "PreTrainedModel", settings: Settings, pieces: int = 1) -> bool:
-    """Whether windows whose positions jump are trained with weights for what they skip: these are a mask, which flash
-    and ring attention do not take, and layers with a mask of their own would lose it.
+    """Whether, in windows whose positions jump, tokens are to stand for those skipped: by a mask, which flash and ring
+    attention do not take, and for which layers with a mask of their own would lose it.
 
     pieces: processes that share a window's tokens."""
-    masked = model.config._attn_implementation in ("sdpa", "eager") and pieces == 1
-    return settings.skips and not settings.plain_skip and masked and not other_layers(model.config)
+    asked = settings.skips and not settings.plain_skip
+    return asked and settings.attn not in FLASH and pieces == 1 and not other_layers(model.config)
 
 
 def other_layers(config: Any) -> set[str]:
-    """The kinds of layers that do not attend to all of a row."""
+    """The kinds of layers that do not attend to all of a row. A sliding window counts whatever layer_types says: some
+    families slide by it alone."""
     slides = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
-    return set(slides if getattr(config, "layer_types", None) is None else config.layer_types) - {"full_attention"}
+    return {*slides, *(getattr(config, "layer_types", None) or [])} - {"full_attention"}
 
 
 def shard(model: "PreTrainedModel") -> None:

@@ -22,7 +22,7 @@ from ropex.train.memory import estimate
 from ropex.train.plan import require_fit
 from ropex.train.recipe import RECIPE, write_recipe
 from ropex.train.report import Report, size
-from ropex.train.settings import Settings, check, differing, resolve
+from ropex.train.settings import FLASH, Settings, check, differing, resolve
 from ropex.train.stages import Stage
 from ropex.train.trainable import (
     add_lora,
@@ -129,7 +129,8 @@ def extend(
     tokenizer = load_tokenizer(source)
     with everyone.main_process_first():  # the others find its tokens in the cache
         corpus = tokenise(data, tokenizer, settings.sample_tokens, model.config.vocab_size, settings.pack, report.say)
-    _say_corpus(report, corpus, settings, weighs_skipped(model, settings, devices.pieces))
+    weighed = weighs_skipped(model, settings, devices.pieces)
+    _say_corpus(report, corpus, settings, weighed)
     loss = "liger-kernel" if everyone.device.type == "cuda" and fuses(model) else "in chunks"
     report.say(
         f"attention: {model.config._attn_implementation}, loss: {loss}, device: {everyone.device}{_shared(devices)}"
@@ -153,13 +154,15 @@ def extend(
         },
         "versions": runfolder.versions(),
         "readers": devices.readers,  # windows of a step follow from it
+        "weighed": weighed,
         "seed": settings.seed,
     }
     if before is not None:
         _same_run(place, before, settings.block())
         _same_run(place, before, {"data": corpus.fingerprint}, {"data": before["data"]["fingerprint"]})
-        readers = devices.readers
+        readers, kind = devices.readers, "weights for skipped positions"
         _same_run(place, before, {"processes": readers}, {"processes": before.get("readers", readers)})
+        _same_run(place, before, {kind: weighed}, {kind: before.get("weighed", False)})
         if before["versions"] != run["versions"]:
             report.say(f"versions differ from those that began the run: {before['versions']}")
         run = before
@@ -206,24 +209,32 @@ def _model(
         raise OptionError("float16 loses small gradients: train with --dtype bf16 or float32")
     freq, scale = asked.ada_freq and spec.ada_freq, asked.ada_scale and spec.ada_scale
     asked = replace(asked, to=spec.method, init=spec.init, ada_freq=freq, ada_scale=scale, share_heads=spec.share_heads)
-    return model, resolve(asked, spec.target, str(_spelled(model.dtype))), spec
+    settings = resolve(asked, spec.target, str(_spelled(model.dtype)))
+    if settings.attn == "auto":
+        _take_flash(model, settings, devices)
+    return model, settings, spec
 
 
 def _attention(settings: Settings, devices: Devices) -> str | None:
-    """transformers' name of the attention to use; None lets transformers choose (sdpa where the family has it)."""
+    """transformers' name of the attention to load with; None lets it choose (sdpa where the family has it)."""
+    if settings.attn in FLASH and settings.attn not in _installed_flash():
+        raise OptionError(f"{settings.attn} is not installed here: leave --attn out, or install it where a GPU is")
+    if settings.attn == "auto":
+        return "sdpa" if devices.pieces > 1 else None
+    return settings.attn
+
+
+def _take_flash(model: "PreTrainedModel", settings: Settings, devices: Devices) -> None:
+    """What `--attn auto` takes in place of transformers' choice, once the model is known."""
+    able = torch.cuda.is_available() and model.dtype != torch.float32 and model._supports_flash_attn
+    if able and devices.pieces == 1 and not weighs_skipped(model, settings) and (installed := _installed_flash()):
+        model.set_attn_implementation(installed[0])
+
+
+def _installed_flash() -> list[str]:
     from transformers.utils import import_utils
 
-    asked = settings.attn
-    flash = [f"flash_attention_{n}" for n in (2, 3, 4)]
-    installed = [name for name in flash if getattr(import_utils, f"is_flash_attn_{name[-1]}_available")()]
-    if asked in flash and asked not in installed:
-        raise OptionError(f"{asked} is not installed here: leave --attn out, or install it on a machine with a GPU")
-    if asked != "auto":
-        return asked
-    if devices.pieces > 1:
-        return "sdpa"
-    weighs = settings.skips and not settings.plain_skip  # which flash attention cannot
-    return installed[0] if installed and torch.cuda.is_available() and not weighs else None
+    return [name for name in FLASH if getattr(import_utils, f"is_flash_attn_{name[-1]}_available")()]
 
 
 def _spelled(dtype: str | torch.dtype | None) -> str | None:
@@ -264,7 +275,6 @@ def _train(
                 _write(folder, run | {"lora": _lora_block(model, settings, stage)}, model)
             first += count
     _write(place, run, model)
-    report.say(f"finished: {place}")
     return True
 
 
@@ -358,15 +368,13 @@ def _check_space(place: Path, model: "PreTrainedModel", settings: Settings) -> N
     runfolder.check_space(place, numbers * 4 * 3 * (settings.keep + 1) * len(settings.stages))
 
 
-def _say_corpus(report: Report, corpus: Corpus, settings: Settings, weighs: bool) -> None:
+def _say_corpus(report: Report, corpus: Corpus, settings: Settings, weighed: bool) -> None:
     few = f"; {corpus.left_out} shorter than the window left out" if corpus.left_out else ""
-    kind = "packed windows" if settings.pack else "whole windows"
+    kind = f"{'packed' if settings.pack else 'whole'} windows of {settings.sample_tokens:,} tokens"
     if settings.skips:
-        how = "with" if weighs else "without"
-        kind = f"position-skip windows for {settings.target}, {how} weights for what they skip,"
-    report.say(
-        f"{corpus.documents} documents, {corpus.size:,} tokens{few}; {kind} of {settings.sample_tokens:,} tokens"
-    )
+        stand = "tokens stand for those skipped" if weighed else "nothing stands for those skipped"
+        kind = f"windows of {settings.sample_tokens:,} tokens with positions up to {settings.target:,}, {stand}"
+    report.say(f"{corpus.documents} documents, {corpus.size:,} tokens{few}; {kind}")
 
 
 def _shared(devices: Devices) -> str:

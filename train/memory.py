@@ -24,7 +24,7 @@ def estimate(
 
     Activations count what the backward pass keeps of each layer: norms in float32, projections, the two inner states
     of the MLP; with gradient checkpointing, each layer's input and one layer's rest. Attention is counted as linear in
-    the window, which flash and SDPA kernels are and eager is not; the weights of skipped positions are a mask of its
+    the window, which flash and SDPA kernels are and eager is not; what stands for skipped positions is a mask of its
     square.
     """
     config = model.config
@@ -43,8 +43,8 @@ def estimate(
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = tokens * (hidden * (4 * 4 + 4 * width) + head_dim * (heads + kv_heads) * 6 * width + inner * 5 * width)
     kept = layers * tokens * hidden * width + layer if settings.grad_ckpt else layers * layer
-    if weighs_skipped(model, settings, pieces):  # the mask, and what it is made from
-        kept += tokens * settings.sample_tokens * (width + 3 * 4)
+    if weighs_skipped(model, settings, pieces):  # the mask, and one of which keys lie in a query's own piece
+        kept += tokens * settings.sample_tokens * (width + 1)
     parts = {
         "parameters": sum(own(p) * p.element_size() for p in model.parameters()),
         "optimiser": sum(own(t.parameter) for t in tensors) * 4 * 3,

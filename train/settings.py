@@ -10,6 +10,8 @@ from ropex.errors import OptionError
 from ropex.train.stages import FULL, WARMUP, Stage, stages_of
 
 SHORTEST_WINDOW = 16
+FLASH = tuple(f"flash_attention_{n}" for n in (2, 3, 4))
+ATTENTIONS = ("auto", "sdpa", "eager", *FLASH)
 CHECKPOINT_FROM = 4096  # tokens a window; below, activations fit and recomputing them only costs time
 _SAVES_A_STAGE = 10
 
@@ -18,14 +20,14 @@ _SAVES_A_STAGE = 10
 class Settings:
     """One run. None stands for what the checkpoint or another setting decides, until `resolve`.
 
-    target, window: tokens; no window means the target, and in a shorter one positions jump. plain_skip: what they jump
-    over has no weight in attention. pack: whole documents side by side in a window. to: the method
+    target, window: tokens; no window means the target, and in a shorter one positions jump. plain_skip: no tokens stand
+    for those that are jumped over. pack: whole documents side by side in a window. to: the method
     that an unconverted source gets; init: where adarope starts from. steps_warmup: optimiser steps of the warm-up;
     steps_joint: of the stage after it, or of the only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA
     matrices; lr_full: all weights. save_steps: steps between checkpoints, a tenth of the longest stage unless given.
     keep: checkpoints of a stage that stay, the newest, and others to fall back to should it be damaged. grad_ckpt:
-    recompute activations in the backward pass. attn: transformers' attention implementation; auto takes flash attention
-    on a GPU where it is installed. report_to: a tracker that transformers knows, such as tensorboard.
+    recompute activations in the backward pass. attn: one of ATTENTIONS; auto takes flash attention on a GPU where it is
+    installed and can do what the windows ask for. report_to: a tracker that transformers knows, such as tensorboard.
     """
 
     target: int | None
@@ -102,7 +104,11 @@ def check(settings: Settings) -> None:
     if window is not None and window < SHORTEST_WINDOW:
         wrong.append(f"window is {window}: give at least {SHORTEST_WINDOW} tokens")
     if settings.pack and settings.window not in (None, settings.target):
-        wrong.append("packed documents have positions of their own, which cannot skip: leave window out, or pack")
+        wrong.append("packed documents have positions of their own, which cannot jump: leave the window out, or pack")
+    if settings.plain_skip and not settings.skips:
+        wrong.append("plain_skip is for windows shorter than the target: leave it out, or give such a window")
+    if settings.attn not in ATTENTIONS:
+        wrong.append(f"attn is '{settings.attn}': give one of {', '.join(ATTENTIONS)}")
     if settings.target is not None and window is not None and window > settings.target:
         wrong.append(f"window {window} is above the target {settings.target}: leave it out or give a shorter one")
     if settings.to == ADAROPE and not (settings.ada_freq or settings.ada_scale) and settings.stages[0].rotary:
@@ -134,9 +140,10 @@ def resolve(settings: Settings, target: int, dtype: str) -> Settings:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], open_too: bool = True) -> list[str]:
-    """Sentences on settings that two runs do not share. open_too: False passes over those left open now (None)."""
+    """Sentences on settings that two runs do not share. open_too: False passes over those left open now (None).
+    One that a run's version did not have yet is passed over."""
     return [
-        f"{name} was {before.get(name)!r} and is {now[name]!r}"
+        f"{name} was {before[name]!r} and is {now[name]!r}"
         for name in now
-        if before.get(name) != now[name] and (open_too or now[name] is not None)
+        if name in before and before[name] != now[name] and (open_too or now[name] is not None)
     ]

@@ -82,10 +82,10 @@ def weigh_skipped(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     starts = positions.new_zeros(shape).scatter_add_(1, piece, torch.where(begins, positions, 0))
     tokens = positions.new_zeros(shape).scatter_add_(1, piece, torch.ones_like(piece))
     weights = (starts[:, 1:] - starts[:, :-1]) / tokens[:, :-1].clamp(min=1)  # of a row's last piece: never used
-    log = weights.clamp(min=1).log().gather(1, piece)
+    log = weights.clamp(min=1).log().gather(1, piece).to(dtype)
     bias = torch.where(piece[:, :, None] == piece[:, None], 0, log[:, None])
     above = torch.ones(positions.shape[1], positions.shape[1], dtype=torch.bool, device=positions.device).triu(1)
-    return bias.masked_fill(above, -torch.inf)[:, None].to(dtype)
+    return bias.masked_fill_(above, -torch.inf)[:, None]
 
 
 class Windows(Dataset):

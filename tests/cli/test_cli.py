@@ -119,6 +119,12 @@ def test_flags_win_over_a_recipe_and_silence_does_not(monkeypatch, tmp_path):
     assert (seen["source"], seen["data"], seen["lr_freq"], seen["target"]) == ("nano", ["x.txt"], 0.5, 4096)
     assert seen["steps_joint"] == 70 and seen["lr_scale"] == 0.02  # the recipe's, where the flag's default is another
     assert seen["ada_scale"] is False and "ada_freq" not in seen
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("source: nano\nwindow: 512\nplain_skip: true\nada_freq: false\nshare_heads: true\n")
+    words[2] = str(recipe)
+    done = CliRunner().invoke(app, [*words, "--no-plain-skip", "--adafreq", "--target", "4k", "--no-eval"])
+    assert done.exit_code == 0, done.output
+    assert (seen["plain_skip"], seen["ada_freq"], seen["share_heads"]) == (False, True, True)
 
 
 def test_a_run_ends_with_a_table_and_a_plot_of_before_and_after(tmp_path):
@@ -126,8 +132,9 @@ def test_a_run_ends_with_a_table_and_a_plot_of_before_and_after(tmp_path):
     words = ["extend", "nano", "-o", out, "--target", "320", "--data", text / "train.txt", "--strategy", "warmup"]
     done = ropex(*words, "--steps-warmup", "1", "--json")
     rows = json.loads(done.stdout)["nll"]["results"]
-    assert [row["checkpoint"] for row in rows] == ["nano", str(out)] and "trained on" in done.stderr
-    assert rows[0]["mean"] - rows[1]["mean"] > 0.02 and rows[0]["windows"] == 2
+    assert [row["checkpoint"] for row in rows] == ["nano", "nano@yarn:1.25", str(out)] and "trained on" in done.stderr
+    assert rows[0]["mean"] - rows[1]["mean"] > 0.02 > abs(rows[1]["mean"] - rows[2]["mean"]) > 0
+    assert rows[0]["windows"] == 2
     assert json.loads((out / "nll.json").read_text())["results"] == rows and (out / "nll.png").stat().st_size > 5000
     unseen = ropex(*words, "--steps-warmup", "1", "--json", "--resume", "--eval-data", text / "dev.txt")
     assert json.loads(unseen.stdout)["nll"]["results"] != rows

@@ -122,6 +122,7 @@ def test_a_row_with_skipped_positions_can_be_read_with_weights(name, tokens):
         assert not weighs_skipped(model, Settings(4096, window=tokens.shape[1]))
         return
     assert weighs_skipped(model, Settings(4096, window=tokens.shape[1]))
+    assert not weighs_skipped(model, Settings(4096, window=tokens.shape[1], attn="flash_attention_2"))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens).clone()
     ones = torch.ones_like(tokens)
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import ropex
 from ropex.errors import DataError, OptionError, OutputError, RopexError
 from ropex.rotary import AdaRotary
 from ropex.seam import rotary_state
+from ropex.train.devices import launched
 from ropex.train.extend import extend
+from ropex.train.settings import Settings
 
 IDS = torch.randint(257, (1, 150), generator=torch.Generator().manual_seed(5))
 
@@ -256,6 +259,39 @@ def test_resuming_under_other_settings_is_refused_by_name(run: Callable, tmp_pat
         run(strategy="warmup", resume=True, data=[str(other)])
 
 
+def test_a_run_resumes_only_with_what_stood_for_skipped_tokens(run: Callable, tmp_path: Path) -> None:
+    """A run that was begun before tokens could stand for others names no such setting."""
+    run(strategy="warmup", plain_skip=True)
+    (tmp_path / "run" / "trained.safetensors").unlink()
+    block = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert block.pop("weighed") is False and block["settings"].pop("plain_skip") is True
+    (tmp_path / "run" / "run.json").write_text(json.dumps(block))
+    with pytest.raises(OptionError, match="weights for skipped positions was False and is True"):
+        run(strategy="warmup", resume=True)
+    assert run(strategy="warmup", plain_skip=True, resume=True)["finished"]
+
+
+def test_auto_takes_flash_where_the_model_and_its_windows_let_it(
+    tiny_llama: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    module, devices, taken = sys.modules["ropex.train.extend"], launched(), list[str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "_installed_flash", lambda: ["flash_attention_2"])
+
+    def takes(settings: Settings, dtype: torch.dtype = torch.bfloat16, **config: Any) -> bool:
+        model = tiny_llama(**config).to(dtype)
+        monkeypatch.setattr(model, "set_attn_implementation", taken.append)
+        module._take_flash(model, settings, devices)
+        return bool(taken) and taken.pop() == "flash_attention_2"
+
+    whole, skips = Settings(512, window=512), Settings(512, window=64)
+    assert takes(whole) and not takes(whole, torch.float32)
+    assert not takes(skips) and takes(replace(skips, plain_skip=True))
+    assert takes(skips, layer_types=["sliding_attention", "full_attention"])  # which have no use for the mask
+
+
 def test_resuming_a_finished_run_says_so(run: Callable, tmp_path: Path, said: Said) -> None:
     first = run(strategy="warmup")
     content = (tmp_path / "run" / "trained.safetensors").stat().st_mtime_ns
@@ -316,6 +352,8 @@ def test_a_strategy_trains_its_stages_and_what_it_trained_is_what_is_exported(
     [
         ({"to": "yarn"}, "nothing that a warm-up trains: give --strategy lora, joint or full"),
         ({"strategy": "full", "dtype": "bfloat16"}, "full trains float32"),
+        ({"window": 256, "plain_skip": True}, "plain_skip is for windows shorter than the target: leave it out"),
+        ({"attn": "flash"}, "attn is 'flash': give one of auto, sdpa, eager, flash_attention_2"),
         ({"strategy": "backwards"}, "unknown strategy 'backwards': choose one of warmup-joint, warmup-lora"),
     ],
 )

@@ -62,12 +62,22 @@ def test_what_cannot_fit_is_refused_with_the_setting_that_would(
 def test_a_mask_is_counted_where_there_is_one(tiny_llama: Callable) -> None:
     model = tiny_llama()
     attach(model, make_spec("adarope", rope_of_model(model), target=512, init="yarn"))
-    weighed, plain = Settings(512, window=64), Settings(512, window=64, plain_skip=True)
+    plain = Settings(512, window=64, plain_skip=True)
 
-    def mask(pieces: int = 1) -> int:
+    def mask(pieces: int = 1, attn: str = "auto") -> int:
+        weighed = Settings(512, window=64, attn=attn)
         return estimate(model, [], weighed, pieces)["total"] - estimate(model, [], plain, pieces)["total"]
 
-    assert mask() == 64 * 64 * (4 + 12)
-    assert mask(pieces=2) == 0
-    model.config._attn_implementation = "flash_attention_2"
-    assert mask() == 0
+    assert mask() == mask(attn="eager") == 64 * 64 * (4 + 1)
+    assert mask(pieces=2) == mask(attn="flash_attention_2") == 0
+
+
+def test_windows_without_the_mask_are_a_cure_where_they_are_enough(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"target": 65_536, "window": 16_384, "strategy": "warmup"}
+    plain = plan(str(checkpoint), plain_skip=True, **asked)["stages"]["warmup"]["total"]
+    assert plan(str(checkpoint), **asked)["stages"]["warmup"]["total"] > 2 * plain
+    monkeypatch.setattr(module, "_device", lambda: ("a small one", plain))
+    assert "--plain-skip would fit" in plan(str(checkpoint), **asked)["notes"][0]
+    assert plan(str(checkpoint), attn="flash_attention_2", **asked)["notes"] == []
