@@ -83,7 +83,8 @@ def show_nll(report: dict[str, Any]) -> None:
     console = stdout()
     for size in dict.fromkeys(result["length"] for result in report["results"]):
         rows = [r for r in report["results"] if r["length"] == size]
-        title = f"NLL (nats a token) in windows of {size:,} tokens, {rows[0]['tokens']:,} tokens scored"
+        scored = f"{rows[0]['tokens']:,} tokens of {len(rows[0]['documents'])} documents scored"
+        title = f"NLL (nats per token) in windows of {size:,} tokens, {scored}"
         shown = table(title, "positions", *(f"{row['checkpoint']} ({row['method']})" for row in rows))
         for buckets in zip(*(row["buckets"] for row in rows), strict=True):
             values = ["" if b["nll"] is None else f"{b['nll']:.4f}" for b in buckets]
@@ -91,11 +92,13 @@ def show_nll(report: dict[str, Any]) -> None:
         shown.add_section()
         shown.add_row("mean", *(f"{row['mean']:.4f}" for row in rows))
         if rows[0]["interval"]:
-            shown.add_row("95% of documents", *(_interval(row["interval"]) for row in rows))
+            shown.add_row("95% interval, over documents", *(_interval(row["interval"]) for row in rows))
         if len(rows) > 1:
-            shown.add_row("difference", "", *(f"{row['difference']['mean']:+.4f}" for row in rows[1:]))
+            shown.add_row("difference from the first", "", *(f"{row['difference']['mean']:+.4f}" for row in rows[1:]))
             if rows[0]["interval"]:
-                shown.add_row("95% of it", "", *(_interval(row["difference"]["interval"], "+") for row in rows[1:]))
+                shown.add_row(
+                    "its 95% interval", "", *(_interval(row["difference"]["interval"], "+") for row in rows[1:])
+                )
         console.print(shown)
 
 

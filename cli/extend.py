@@ -252,11 +252,18 @@ def show_plan(source: str, asked: dict[str, Any], devices: int, as_json: bool) -
     if as_json:
         print_json(result)
         return
-    shown = table(f"{source}: memory of each stage, a process", "stage", *result["stages"])
-    for part in next(iter(result["stages"].values())):
-        shown.add_row(part, *(f"{stage[part] / 2**30:,.2f} GiB" for stage in result["stages"].values()))
+    from ropex.train.report import size
+
+    made, each = result["settings"], "" if devices == 1 else f" for each of {devices} processes"
     console = stdout()
+    console.print(
+        f"{source}{each} in {made['dtype']}, {made['batch_size']} x {made['window']:,} tokens at a time, "
+        f"activations {'recomputed' if made['grad_ckpt'] else 'kept (--grad-ckpt recomputes them)'}"
+    )
+    shown = table("memory of each stage", "stage", *result["stages"])
+    for part in next(iter(result["stages"].values())):
+        shown.add_row(part, *(size(stage[part]) for stage in result["stages"].values()))
     console.print(shown)
-    console.print(f"{result['device']} has {result['available'] / 2**30:,.2f} GiB")
+    console.print(f"free on {result['device']}: {size(result['available'])}")
     for remark in result["notes"]:
         note(remark)

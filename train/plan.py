@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def plan(source: str, devices: int = 1, **asked: Any) -> dict[str, Any]:
     """Memory of each stage of `extend(source, **asked)` on each of so many devices, over which FSDP2 shards the
-    backbone: {"stages": {name: {part: bytes}}, "device", "available", "notes"}. No weight is read. Errors: OptionError
-    for settings that cannot be."""
+    backbone: {"stages": {name: {part: bytes}}, "device", "available", "notes", "settings"}. No weight is read. Errors:
+    OptionError for settings that cannot be."""
     if devices < 1:
         raise OptionError(f"a plan for {devices} devices: give 1 or more")
     names = {f.name for f in fields(Settings)}
@@ -42,7 +42,7 @@ def plan(source: str, devices: int = 1, **asked: Any) -> dict[str, Any]:
         stages[stage.name] = estimate(model, trainable(model), settings, shards=devices)
         if said := too_large(model, stage, trainable(model), settings, available, shards=devices):
             notes.append(said)
-    return {"stages": stages, "device": device, "available": available, "notes": notes}
+    return {"stages": stages, "device": device, "available": available, "notes": notes, "settings": settings.block()}
 
 
 def require_fit(model: "PreTrainedModel", stage: Stage, settings: Settings, pieces: int = 1) -> None:
