@@ -2,8 +2,9 @@
 
     python benchmarks/strategies.py --out DIR [--seeds 0 1 2] [--steps 60] [--only NAME ...]
 
-Every run sees the demo's documents and rates. A result is kept in DIR as it comes, so that a run that was interrupted
-goes on where it was; the table of what is there is printed at the end (or alone, with --table).
+Every run sees the demo's documents, and has the rates of the recipe nano. A result is kept in DIR as it comes, so that
+a run that was interrupted goes on where it was; the table of what is there is printed at the end (or alone, with
+--table).
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch
 from ropex.demo.run import FACTOR, RECIPE, evaluate, write_documents
 from ropex.loading import load_tokenizer
 from ropex.train.extend import extend
+from ropex.train.recipe import read_recipe
 
 TARGET = 256 * FACTOR
 WARMUP_SHARE = 0.25
@@ -24,13 +26,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "AdaRoPE warmup": {"strategy": "warmup"},
     "warmup, no AdaFreq": {"strategy": "warmup", "ada_freq": False},
     "warmup, no AdaScale": {"strategy": "warmup", "ada_scale": False},
-    "warmup, delta at 1e-2": {"strategy": "warmup", "lr_freq": 1e-2},
+    "warmup, delta at 1e-3": {"strategy": "warmup", "lr_freq": 1e-3},
     "warmup, delta at 3e-2": {"strategy": "warmup", "lr_freq": 3e-2},
     "AdaRoPE warmup-joint": {"strategy": "warmup-joint"},
-    "warmup-joint, delta at 1e-2": {"strategy": "warmup-joint", "lr_freq": 1e-2},
+    "warmup-joint, delta at 1e-3": {"strategy": "warmup-joint", "lr_freq": 1e-3},
     "AdaRoPE warmup-lora": {"strategy": "warmup-lora"},
     "AdaRoPE joint": {"strategy": "joint"},
-    "joint, delta at 1e-2": {"strategy": "joint", "lr_freq": 1e-2},
+    "joint, delta at 1e-3": {"strategy": "joint", "lr_freq": 1e-3},
     "YaRN lora": {"strategy": "lora", "to": "yarn"},
     "warmup-joint, no AdaFreq": {"strategy": "warmup-joint", "ada_freq": False},
     "warmup-joint, no AdaScale": {"strategy": "warmup-joint", "ada_scale": False},
@@ -50,8 +52,8 @@ def train(name: str, seed: int, steps: int, out: Path) -> dict[str, Any]:
     variant = dict(VARIANTS[name])
     warm = round(WARMUP_SHARE * steps) if variant["strategy"].startswith("warmup-") else steps
     rest = steps - warm if variant["strategy"].startswith("warmup-") else steps
-    asked = RECIPE | {"steps_warmup": warm, "steps_joint": rest} | variant
-    extend("nano", folder, target=TARGET, data=[str(data)], dtype="float32", seed=seed, overwrite=True, **asked)
+    asked = read_recipe(RECIPE) | {"steps_warmup": warm, "steps_joint": rest} | variant
+    extend(asked.pop("source"), folder, data=[str(data)], seed=seed, overwrite=True, **asked)
     return evaluate(str(folder), TARGET)
 
 

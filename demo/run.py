@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ropex.convert.convert import convert
 from ropex.convert.export import export
-from ropex.convert.inspect import inspect
 from ropex.convert.output import check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+RECIPE = "nano"
 FACTOR = 8
 DOCUMENTS, PAIRS, ASKS = 120, (8, 16), 8  # training documents; keys each states, and how often each is asked for
 SAMPLES = 50  # needles a length
@@ -41,52 +41,33 @@ def run_demo(
 def _demo(out: Path, seed: int, say: Callable[[str, int, int], None]) -> dict[str, Any]:
     from ropex.loading import load_tokenizer
     from ropex.train.extend import extend
+    from ropex.train.recipe import read_recipe
 
-    began, steps = time.monotonic(), 8
-    say("inspecting nano", 0, steps)
-    target = FACTOR * inspect("nano")["window"]
+    began, steps, recipe = time.monotonic(), 9, read_recipe(RECIPE)
+    source, target = recipe.pop("source"), recipe["target"]
     say("converting to adarope", 0, steps)
-    convert("nano", out / "converted", "adarope", init="yarn", target=target)
+    convert(source, out / "converted", "adarope", init="yarn", target=target)
     say("writing training documents", 1, steps)
     data = out / "train.jsonl"
-    write_documents(data, load_tokenizer("nano"), target, seed)
+    write_documents(data, load_tokenizer(source), target, seed)
     say("extending, in two stages", 2, steps)
-    extend(
-        out / "converted",
-        out / "run",
-        target=target,
-        data=[str(data)],
-        dtype="float32",
-        seed=seed,
-        **RECIPE,
-    )
+    extend(out / "converted", out / "run", data=[str(data)], seed=seed, **recipe)
     say("exporting", 3, steps)
     export(out / "run", out / "exported", dtype="float32")
     checkpoints = {
-        "base": "nano",
-        "yarn": f"nano@yarn:{FACTOR}",
+        "base": source,
+        "yarn": f"{source}@yarn:{FACTOR}",
         "warmup": str(out / "run" / "warmup"),
         "joint": str(out / "run"),
         "exported": str(out / "exported"),
     }
     rows = []
-    for done, (name, checkpoint) in enumerate(checkpoints.items(), start=3):
+    for done, (name, checkpoint) in enumerate(checkpoints.items(), start=4):
         say(f"evaluating {name}", done, steps)
         rows.append({"name": name} | evaluate(checkpoint, target))
     report = {"rows": rows, "seconds": round(time.monotonic() - began, 1)}
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
-
-
-RECIPE: dict[str, Any] = {
-    "steps_warmup": 20,
-    "steps_joint": 70,
-    "batch_size": 2,
-    "lr_freq": 1e-3,
-    "lr_scale": 2e-2,
-    "lr_lora": 1e-3,
-    "grad_ckpt": False,
-}
 
 
 def write_documents(path: Path, tokenizer: "PreTrainedTokenizerBase", length: int, seed: int) -> None:

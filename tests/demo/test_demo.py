@@ -4,13 +4,16 @@ import pytest
 
 from ropex.demo import run
 from ropex.errors import OutputError
+from ropex.train.recipe import read_recipe, write_recipe
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The demo with fewer steps, documents and samples; everything else is what a user runs."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(run, "RECIPE", run.RECIPE | {"steps_warmup": 1, "steps_joint": 1, "batch_size": 1})
+    short = tmp_path_factory.mktemp("recipe") / "short.yaml"
+    write_recipe(short, read_recipe(run.RECIPE) | {"steps_warmup": 1, "steps_joint": 1, "batch_size": 1})
+    patch.setattr(run, "RECIPE", short)
     patch.setattr(run, "DOCUMENTS", 2)
     patch.setattr(run, "SAMPLES", 4)
     patch.setattr(run, "TEXT_TOKENS", 2048)
