@@ -22,6 +22,7 @@ from ropex.train.recipe import read_recipe
 
 TARGET = 256 * FACTOR
 WARMUP_SHARE = 0.25
+SHORT = {"window": 256, "batch_size": 16}  # as many tokens a step, in windows whose positions jump
 VARIANTS: dict[str, dict[str, Any]] = {
     "AdaRoPE warmup": {"strategy": "warmup"},
     "warmup, no AdaFreq": {"strategy": "warmup", "ada_freq": False},
@@ -37,6 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "warmup-joint, no AdaFreq": {"strategy": "warmup-joint", "ada_freq": False},
     "warmup-joint, no AdaScale": {"strategy": "warmup-joint", "ada_scale": False},
     "warmup-joint, shared heads": {"strategy": "warmup-joint", "share_heads": True},
+    "warmup-joint, windows of 256": {"strategy": "warmup-joint", **SHORT},
+    "warmup-joint, plain windows of 256": {"strategy": "warmup-joint", **SHORT, "plain_skip": True},
     "RoPE-ID joint": {"strategy": "joint", "to": "rope-id"},
     "RoPE-ID full": {"strategy": "full", "to": "rope-id", "lr_full": 1e-3},
 }
