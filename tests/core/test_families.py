@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import tiny
 from tolerances import LOGITS
+from transformers import MistralConfig, Qwen2Config
 
 from ropex import attach
 from ropex.families import FAMILIES
@@ -111,6 +112,14 @@ def test_a_fresh_adarope_in_bfloat16_is_its_parent_exactly(name, tokens):
         parameter.data = parameter.data.bfloat16()
     parent = model(tokens).logits
     assert torch.equal(convert(model)(tokens).logits, parent)
+
+
+def test_a_sliding_window_counts_whatever_the_layer_types_say():
+    """Mistral slides by its window alone; Qwen2 has none where it does not slide."""
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    assert other_layers(MistralConfig(sliding_window=16, **layers)) == {"sliding_attention"}
+    assert not other_layers(MistralConfig(sliding_window=None, **layers))
+    assert not other_layers(Qwen2Config(sliding_window=16, use_sliding_window=False, **layers))
 
 
 @families
