@@ -61,23 +61,27 @@ def train(name: str, seed: int, steps: int, out: Path) -> dict[str, Any]:
 
 
 def table(out: Path, seeds: list[int]) -> str:
-    """Mean over seeds, and the largest distance from it."""
+    """Mean over seeds, and the largest distance from it: NLL and needles found, by length."""
     lengths = [str(TARGET // FACTOR * times) for times in (1, 2, 4, 8)]
-    head = [f"NLL {lengths[0]}", *lengths[1:], f"needles {lengths[0]}", *lengths[1:]]
-    lines = [f"| | seeds | {' | '.join(head)} |", "|---" * (2 + len(head)) + "|"]
-    for name in [*UNTRAINED, *VARIANTS]:
-        found = [json.loads(f.read_text()) for seed in seeds if (f := out / f"{name} {seed}.json").exists()]
-        if not found:
-            continue
-        cells = []
-        for kind, form in (("nll", "{:.3f}"), ("needle", "{:.2f}")):
-            for length in lengths:
-                values = [result[kind][length] for result in found]
-                mean = statistics.mean(values)
-                spread = max(abs(value - mean) for value in values)
-                cells.append(form.format(mean) + (f" ±{form.format(spread)}" if len(values) > 1 else ""))
-        lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = {name: [json.loads(f.read_text()) for f in _files(out, name, seeds)] for name in [*UNTRAINED, *VARIANTS]}
+    tables = []
+    for kind, unit, form in (("nll", "NLL", "{:.3f}"), ("needle", "needles", "{:.0%}")):
+        lines = [f"| | seeds | {' | '.join(f'{unit} {length}' for length in lengths)} |", "|---" * 6 + "|"]
+        for name, found in rows.items():
+            if found:
+                cells = (_spread([result[kind][length] for result in found], form) for length in lengths)
+                lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def _files(out: Path, name: str, seeds: list[int]) -> list[Path]:
+    return [file for seed in seeds if (file := out / f"{name} {seed}.json").exists()]
+
+
+def _spread(values: list[float], form: str) -> str:
+    mean = statistics.mean(values)
+    return form.format(mean) + (f" ±{form.format(max(abs(v - mean) for v in values))}" if len(values) > 1 else "")
 
 
 def main() -> None:
