@@ -83,7 +83,7 @@ def show_nll(report: dict[str, Any]) -> None:
     console = stdout()
     for size in dict.fromkeys(result["length"] for result in report["results"]):
         rows = [r for r in report["results"] if r["length"] == size]
-        scored = f"{rows[0]['tokens']:,} tokens of {len(rows[0]['documents'])} documents scored"
+        scored = f"{rows[0]['tokens']:,} tokens of {len(rows[0]['documents'])} document(s) scored"
         title = f"NLL (nats per token) in windows of {size:,} tokens, {scored}"
         shown = table(title, "positions", *(f"{row['checkpoint']} ({row['method']})" for row in rows))
         for buckets in zip(*(row["buckets"] for row in rows), strict=True):

@@ -170,7 +170,7 @@ def extend(
         return
     if out is None or not texts:
         needed = (("-o, a folder for the run", out), ("--data, the text to train on", texts))
-        raise typer.BadParameter(f"give {' and '.join(name for name, value in needed if not value)}")
+        raise typer.BadParameter(f"give {', and '.join(name for name, value in needed if not value)}")
     asked.setdefault("target", None)
     if compare and eval_data and not (resume and out.exists()):  # a mistake there should not wait for the end
         from ropex.eval.nll import check_text
@@ -183,7 +183,7 @@ def extend(
         raise typer.Exit(0 if result["finished"] else 1)
     compared = None
     if result["finished"] and compare:
-        parent = [] if asked.get("params") else untrained(src, result["settings"])
+        parent = untrained(src, out, result["settings"])
         compared = before_and_after([src, *parent, str(out)], out, eval_data, texts, result["settings"], resume)
     if as_json:
         print_json(result | ({"nll": compared} if compared else {}))
@@ -197,10 +197,13 @@ def extend(
     stdout().print(f"{out}: done; see it with `ropex eval nll {out} ...`, write it with `ropex export {out} -o OUT`")
 
 
-def untrained(source: str, settings: dict[str, Any]) -> list[str]:
-    """What the run started from: the source with its method on the fly, where it did not have one before."""
+def untrained(source: str, out: Path, settings: dict[str, Any]) -> list[str]:
+    """What the run started from: the source with its method on the fly, where that says it."""
     from ropex.convert.inspect import inspect
+    from ropex.train.recipe import RECIPE, read_recipe
 
+    if read_recipe(out / RECIPE).get("params"):
+        return []
     facts, method = inspect(source), settings["init"] if settings["to"] == ADAROPE else settings["to"]
     if facts["method"] != "rope" or method == "rope":
         return []
@@ -215,8 +218,8 @@ def before_and_after(
     settings: dict[str, Any],
     kept: bool,
 ) -> dict[str, Any]:
-    """NLL of the checkpoints at the target; kept in the run with a plot. Without unseen text, on two windows
-    each of two documents of the training text, and it says so. kept: a table that is there already stands."""
+    """NLL of the checkpoints at the target; kept in the run with a plot. Without unseen text, on a window each of
+    two documents of the training text, and it says so. kept: a table that is there already stands."""
     from ropex.eval.nll import evaluate_nll
     from ropex.eval.plot import plot_nll
     from ropex.text import sources
@@ -225,14 +228,11 @@ def before_and_after(
 
     if kept and not unseen and (out / NLL).exists():  # the run was finished before, and so was its table
         return dict(read_json(out / NLL))
-    few = None if unseen else 2
+    few = {} if unseen else {"documents": 2, "windows": 1}
     with progress() as say:
         try:
             text = unseen or [str(s) for s in sources(trained_on)]
-            report = evaluate_nll(
-                checkpoints, text, [settings["target"]], dtype=settings["dtype"], documents=few, windows=few,
-                progress=say,
-            )  # fmt: skip
+            report = evaluate_nll(checkpoints, text, [settings["target"]], dtype=settings["dtype"], progress=say, **few)
         except RopexError as error:  # the run is made all the same; its training text may have no such long document
             note(f"no table of NLL before and after ({error}): make it with `ropex eval nll`")
             return {}

@@ -1,5 +1,6 @@
 """extend: train a checkpoint's rotary embedding, and then LoRA with it, for a longer context."""
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -160,9 +161,11 @@ def extend(
     if before is not None:
         _same_run(place, before, settings.block())
         _same_run(place, before, {"data": corpus.fingerprint}, {"data": before["data"]["fingerprint"]})
-        readers, kind = devices.readers, "weights for skipped positions"
+        _same_run(place, before, json.loads(json.dumps(spec.block())), before["spec"])
+        readers, kind = devices.readers, "standing for skipped tokens (else: --plain-skip)"
         _same_run(place, before, {"processes": readers}, {"processes": before.get("readers", readers)})
-        _same_run(place, before, {kind: weighed}, {kind: before.get("weighed", False)})
+        stood = before.get("weighed", weighed if "plain_skip" in before["settings"] else False)
+        _same_run(place, before, {kind: weighed}, {kind: stood})
         if before["versions"] != run["versions"]:
             report.say(f"versions differ from those that began the run: {before['versions']}")
         run = before

@@ -72,9 +72,11 @@ def too_large(
     needed = total(settings)
     if needed <= 1.5 * available:
         return None
-    cures = [("--plain-skip", replace(settings, plain_skip=True))] if settings.skips else []
-    cures += [
+    plain = replace(settings, plain_skip=True)  # no change where nothing stands for skipped tokens
+    cures = [
         ("--grad-ckpt", replace(settings, grad_ckpt=True)),
+        ("--plain-skip", plain),
+        ("--plain-skip and --grad-ckpt", replace(plain, grad_ckpt=True)),
         ("--batch-size 1 with --accumulation", replace(settings, batch_size=1)),
         ("--grad-ckpt and --batch-size 1", replace(settings, grad_ckpt=True, batch_size=1)),
     ]

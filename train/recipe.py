@@ -48,7 +48,7 @@ def read_recipe(name: str | Path) -> dict[str, Any]:
             recipe[key] = length(value) if key in _LENGTHS and isinstance(value, str) else value
     settings = {f.name: recipe[f.name] for f in fields(Settings) if f.name in recipe}
     try:
-        check(Settings(**{"target": None, **settings}))
+        check(Settings(**{"target": None, **settings, "plain_skip": False}))  # a flag may give the window it is for
     except OptionError as error:
         wrong.append(str(error))
     if wrong:

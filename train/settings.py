@@ -106,7 +106,7 @@ def check(settings: Settings) -> None:
     if settings.pack and settings.window not in (None, settings.target):
         wrong.append("packed documents have positions of their own, which cannot jump: leave the window out, or pack")
     if settings.plain_skip and not settings.skips:
-        wrong.append("plain_skip is for windows shorter than the target: leave it out, or give such a window")
+        wrong.append("plain_skip is for windows shorter than the target: --no-plain-skip, or give such a window")
     if settings.attn not in ATTENTIONS:
         wrong.append(f"attn is '{settings.attn}': give one of {', '.join(ATTENTIONS)}")
     if settings.target is not None and window is not None and window > settings.target:

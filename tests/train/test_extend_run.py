@@ -255,6 +255,8 @@ def test_resuming_under_other_settings_is_refused_by_name(run: Callable, tmp_pat
     other = tmp_path / "other.txt"
     other.write_text("other words " * 100)
     (tmp_path / "run" / "trained.safetensors").unlink()
+    with pytest.raises(OptionError, match="params was"):
+        run(strategy="warmup", resume=True, params={"beta_fast": 4.0})
     with pytest.raises(OptionError, match="data was"):
         run(strategy="warmup", resume=True, data=[str(other)])
 
@@ -266,7 +268,7 @@ def test_a_run_resumes_only_with_what_stood_for_skipped_tokens(run: Callable, tm
     block = json.loads((tmp_path / "run" / "run.json").read_text())
     assert block.pop("weighed") is False and block["settings"].pop("plain_skip") is True
     (tmp_path / "run" / "run.json").write_text(json.dumps(block))
-    with pytest.raises(OptionError, match="weights for skipped positions was False and is True"):
+    with pytest.raises(OptionError, match="--plain-skip\\) was False and is True"):
         run(strategy="warmup", resume=True)
     assert run(strategy="warmup", plain_skip=True, resume=True)["finished"]
 
@@ -352,7 +354,7 @@ def test_a_strategy_trains_its_stages_and_what_it_trained_is_what_is_exported(
     [
         ({"to": "yarn"}, "nothing that a warm-up trains: give --strategy lora, joint or full"),
         ({"strategy": "full", "dtype": "bfloat16"}, "full trains float32"),
-        ({"window": 256, "plain_skip": True}, "plain_skip is for windows shorter than the target: leave it out"),
+        ({"window": 256, "plain_skip": True}, "plain_skip is for windows shorter than the target: --no-plain-skip"),
         ({"attn": "flash"}, "attn is 'flash': give one of auto, sdpa, eager, flash_attention_2"),
         ({"strategy": "backwards"}, "unknown strategy 'backwards': choose one of warmup-joint, warmup-lora"),
     ],
