@@ -228,7 +228,7 @@ def before_and_after(
 
     if kept and not unseen and (out / NLL).exists():  # the run was finished before, and so was its table
         return dict(read_json(out / NLL))
-    few = {} if unseen else {"documents": 2, "windows": 1}
+    few: dict[str, Any] = {} if unseen else {"documents": 2, "windows": 1}
     with progress() as say:
         try:
             text = unseen or [str(s) for s in sources(trained_on)]
