@@ -183,8 +183,7 @@ def extend(
         raise typer.Exit(0 if result["finished"] else 1)
     compared = None
     if result["finished"] and compare:
-        parent = untrained(src, out, result["settings"])
-        compared = before_and_after([src, *parent, str(out)], out, eval_data, texts, result["settings"], resume)
+        compared = before_and_after(src, out, eval_data, texts, result["settings"], resume)
     if as_json:
         print_json(result | ({"nll": compared} if compared else {}))
     if not result["finished"]:
@@ -211,15 +210,16 @@ def untrained(source: str, out: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def before_and_after(
-    checkpoints: list[str],
+    source: str,
     out: Path,
     unseen: list[str] | None,
     trained_on: list[str],
     settings: dict[str, Any],
     kept: bool,
 ) -> dict[str, Any]:
-    """NLL of the checkpoints at the target; kept in the run with a plot. Without unseen text, on a window each of
-    two documents of the training text, and it says so. kept: a table that is there already stands."""
+    """NLL at the target of the source, of what the run started from, and of the run; kept in the run with a plot.
+    Without unseen text, on a window each of two documents of the training text, and it says so. kept: a table that is
+    there already stands."""
     from ropex.eval.nll import evaluate_nll
     from ropex.eval.plot import plot_nll
     from ropex.text import sources
@@ -231,6 +231,7 @@ def before_and_after(
     few: dict[str, Any] = {} if unseen else {"documents": 2, "windows": 1}
     with progress() as say:
         try:
+            checkpoints = [source, *untrained(source, out, settings), str(out)]
             text = unseen or [str(s) for s in sources(trained_on)]
             report = evaluate_nll(checkpoints, text, [settings["target"]], dtype=settings["dtype"], progress=say, **few)
         except RopexError as error:  # the run is made all the same; its training text may have no such long document
