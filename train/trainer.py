@@ -124,7 +124,8 @@ class StageTrainer(Trainer):
         if num_items_in_batch is None:
             raise RuntimeError("the Trainer did not count the labels of the step")
         if self.weighs:
-            inputs = inputs | {"attention_mask": weigh_skipped(inputs["position_ids"], self.trained.dtype)}
+            mask = weigh_skipped(inputs["position_ids"], inputs["input_ids"], self.trained.dtype)
+            inputs = inputs | {"attention_mask": mask}
         # `items` are the labels of all processes, whose gradients are then averaged
         loss = model(inputs, num_items_in_batch) * self.accelerator.num_processes
         if not torch.isfinite(loss):

@@ -15,6 +15,7 @@ from ropex.errors import DataError
 from ropex.train.loss import IGNORED
 
 FEWEST_PIECES, MOST_PIECES = 2, 4
+SINK, REPEATED = 4, 5  # tokens
 
 
 @dataclass(frozen=True)
@@ -66,26 +67,50 @@ def skip_positions(rng: np.random.Generator, window: int, target: int) -> np.nda
     return positions
 
 
-def weigh_skipped(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def weigh_skipped(positions: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What to add to the attention scores of rows whose positions jump, so that tokens stand for those skipped.
 
-    positions: [B, T], from 0 in ascending pieces. Returns [B, 1, T, T]: 0 for keys in a query's own piece, for those of
-    an earlier piece the logarithm of the positions from its start to the next piece's a token of it, -inf above the
-    diagonal. So the weights of what a query at position p sees sum to p + 1: as many keys compete as will when the
-    model is used. Without weights a window of 2,048 tokens trains the scale at position 32,767 against 2,048 keys at
-    most, and leaves attention too blunt for 32,768.
+    positions: [B, T], from 0 in ascending pieces; ids: [B, T], their tokens. Returns [B, 1, T, T]: 0 for keys in a
+    query's own piece, for those of an earlier piece the logarithm of how many positions each stands for, -inf above the
+    diagonal. The weights of a piece add up to the positions from its start to the next one's, so that those of what a
+    query at position p sees sum to p + 1: as many keys compete as will when the model is used. Without weights a window
+    of 2,048 tokens trains the scale at position 32,767 against 2,048 keys at most, and leaves attention too blunt.
+
+    What a long text has once keeps the weight 1, and the other tokens of its piece share the rest: the first SINK
+    tokens, which take attention that no other key gets, and what is said in a later piece again (spans of REPEATED
+    tokens), which is what the later piece can retrieve. With many of each, heads learn to find what is there many times.
     """
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     piece = begins.cumsum(1) - 1
+    once = _repeated(ids, piece)
+    once[:, :SINK] = True
     shape = len(positions), int(piece.max()) + 2
-    starts = positions.new_zeros(shape).scatter_add_(1, piece, torch.where(begins, positions, 0))
-    tokens = positions.new_zeros(shape).scatter_add_(1, piece, torch.ones_like(piece))
-    weights = (starts[:, 1:] - starts[:, :-1]) / tokens[:, :-1].clamp(min=1)  # of a row's last piece: never used
-    log = weights.clamp(min=1).log().gather(1, piece).to(dtype)
+
+    def per_piece(values: torch.Tensor) -> torch.Tensor:
+        return positions.new_zeros(shape).scatter_add_(1, piece, values)
+
+    starts, others = per_piece(torch.where(begins, positions, 0)), per_piece((~once).long())
+    once &= others.gather(1, piece) > 0  # where nothing else is there to stand for the rest, they do
+    alone, others = per_piece(once.long())[:, :-1], per_piece((~once).long())[:, :-1]
+    weights = (starts[:, 1:] - starts[:, :-1] - alone) / others.clamp(min=1)  # of a row's last piece: never used
+    log = weights.clamp(min=1).log().gather(1, piece).masked_fill_(once, 0).to(dtype)
     bias = torch.where(piece[:, :, None] == piece[:, None], 0, log[:, None])
     above = torch.ones(positions.shape[1], positions.shape[1], dtype=torch.bool, device=positions.device).triu(1)
     return bias.masked_fill_(above, -torch.inf)[:, None]
+
+
+def _repeated(ids: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """Which tokens [B, T] are of a span of REPEATED tokens that a later piece has too."""
+    found = torch.zeros_like(ids, dtype=torch.bool)
+    for row, where, mine in zip(ids.unfold(1, REPEATED, 1), piece, found, strict=True):
+        kinds, kind = torch.unique(row, dim=0, return_inverse=True)
+        begins = where[: len(kind)]
+        last = where.new_zeros(len(kinds)).scatter_reduce_(0, kind, begins, "amax")
+        again = last[kind] > begins
+        for offset in range(REPEATED):
+            mine[offset : offset + len(kind)] |= again
+    return found
 
 
 class Windows(Dataset):

@@ -138,8 +138,8 @@ def test_a_row_with_skipped_positions_can_be_read_with_weights(name, tokens):
     def logits(mask):
         return model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
-    torch.testing.assert_close(logits(weigh_skipped(positions, model.dtype)), logits(ones), rtol=0, atol=LOGITS)
+    torch.testing.assert_close(logits(weigh_skipped(positions, tokens, model.dtype)), logits(ones), rtol=0, atol=LOGITS)
     half = tokens.shape[1] // 2
     positions[:, half:] += 1000
-    change = (logits(weigh_skipped(positions, model.dtype)) - logits(ones)).abs().amax((0, 2))
+    change = (logits(weigh_skipped(positions, tokens, model.dtype)) - logits(ones)).abs().amax((0, 2))
     assert change[:half].max() < LOGITS < 10 * LOGITS < change[half:].min()

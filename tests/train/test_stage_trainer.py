@@ -102,9 +102,8 @@ def test_skipped_positions_weigh_in_the_loss_unless_told_otherwise(make: Callabl
     batch = {k: v[None] for k, v in trainer.windows[0].items()}
     assert (batch["position_ids"].diff() > 1).any()
     plain = batch_loss(trainer.model, batch, 47).item()
-    weighed = batch_loss(
-        trainer.model, batch | {"attention_mask": weigh_skipped(batch["position_ids"], torch.float32)}, 47
-    ).item()
+    mask = weigh_skipped(batch["position_ids"], batch["input_ids"], torch.float32)
+    weighed = batch_loss(trainer.model, batch | {"attention_mask": mask}, 47).item()
     assert abs(plain - weighed) > 1e-4
     trainer.train()
     assert lines[0]["loss"] == pytest.approx(plain if plain_skip else weighed, abs=1e-6)

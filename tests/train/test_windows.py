@@ -125,22 +125,46 @@ def test_tokens_after_a_jump_attend_to_those_before_it(tiny_llama: Callable, att
 def test_the_weights_of_what_a_query_sees_add_up_to_the_positions_before_it(seed: int, window: int, room: int) -> None:
     rng = np.random.default_rng(seed)
     positions = torch.from_numpy(np.stack([skip_positions(rng, window, window + room) for _ in range(3)]))
-    bias = weigh_skipped(positions, torch.float64)
+    ids = torch.from_numpy(rng.integers(0, [[1], [2], [10**6]], (3, window)))  # from nothing but repeats to none
+    bias = weigh_skipped(positions, ids, torch.float64)
     assert bias.shape == (3, 1, window, window)
     assert torch.equal(bias.isinf(), torch.ones(window, window).triu(1).bool().expand_as(bias))
     torch.testing.assert_close(bias.exp().sum(-1)[:, 0], positions + 1.0, rtol=1e-5, atol=0, check_dtype=False)
     pieces = (positions - torch.arange(window))[:, None]  # how far positions are ahead of the tokens
     same = pieces[..., None] == pieces[..., None, :]
     assert (bias[same & ~bias.isinf()] == 0).all()
-    assert (bias[~same & ~bias.isinf()] > 0).all()
+    assert (bias[~same & ~bias.isinf()] >= 0).all()
 
 
 def test_weights_by_hand() -> None:
-    """Two tokens stand for five positions, three for thirteen; the last piece is itself."""
-    bias = weigh_skipped(torch.tensor([[0, 1, 5, 6, 7, 18, 19]]), torch.float64)[0, 0]
-    first, second = np.log(5 / 2), np.log(13 / 3)
-    assert bias[-1].tolist() == pytest.approx([first] * 2 + [second] * 3 + [0] * 2)
-    assert bias[3].tolist()[:4] == pytest.approx([first] * 2 + [0] * 2)
+    """The first four tokens are the sink: two more stand for the six other positions up to the next piece, three for
+    thirteen; the last piece is itself."""
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 10, 11, 12, 23, 24]])
+    bias = weigh_skipped(positions, torch.arange(11)[None], torch.float64)[0, 0]
+    first, second = np.log(6 / 2), np.log(13 / 3)
+    assert bias[-1].tolist() == pytest.approx([0] * 4 + [first] * 2 + [second] * 3 + [0] * 2)
+    assert bias[7].tolist()[:8] == pytest.approx([0] * 4 + [first] * 2 + [0] * 2)
+
+
+def test_a_first_piece_of_sink_alone_stands_for_what_is_skipped() -> None:
+    bias = weigh_skipped(torch.tensor([[0, 1, 9, 10, 11]]), torch.arange(5)[None], torch.float64)[0, 0]
+    assert bias[-1].tolist() == pytest.approx([np.log(9 / 2)] * 2 + [0] * 3)
+
+
+def test_what_a_later_piece_says_again_keeps_the_weight_of_one_key() -> None:
+    """A span of five tokens that is said again after the jump does not multiply, one of four does; nor does a span keep
+    the weight 1 for being said twice in its own piece."""
+    said, short = [50, 51, 52, 53, 54], [60, 61, 62, 63]
+    first = [0, 1, 2, 3, *said, 4, *short, 5, 5, 5, 5, 5, 5]
+    ids = torch.tensor([[*first, *said, 6, *short, 7]])
+    positions = torch.arange(ids.shape[1])[None].clone()
+    positions[:, len(first) :] += 100
+    bias = weigh_skipped(positions, ids, torch.float64)[0, 0, -1, : len(first)]
+    once = [*range(4), *range(4, 9)]
+    others = [i for i in range(len(first)) if i not in once]
+    assert bias[once].tolist() == [0] * len(once)
+    stands = np.log((len(first) + 100 - len(once)) / len(others))
+    assert bias[others].tolist() == pytest.approx([stands] * len(others))
 
 
 def test_packed_windows_hold_whole_documents_side_by_side_and_predict_no_first_token() -> None:
