@@ -3,14 +3,13 @@
     python benchmarks/smollm2.py --checkpoint SmolLM2 --data train/ --eval-data dev/ --out DIR [--targets 16384 32768]
 
 Every run sees the same position-skip windows: half plain text of the books, half with keys stated and asked for in it
-(the format of `ropex demo`, which is not RULER's). Recall is the share of such keys of whose digits each is the most
-likely one after the right ones before it, in windows of the target's length with a key for every 96 tokens, 113 at
-most: "near" where the value was last said within the native window, "far" where before it. What is done is kept in DIR,
-and an interrupted run goes on where it was. --jobs runs several at once: so small a model leaves most of a GPU idle.
+(the format of `ropex demo`, which is not RULER's). Recall is that of `ropex eval recall`, all formats, in windows of
+the target's length: "near" where the answer was last said within the native window, "far" where before it. What is
+done is kept in DIR, and an interrupted run goes on where it was. --jobs runs several at once: so small a model leaves
+most of a GPU idle.
 """
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -20,13 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ropex.convert.inspect import inspect
-from ropex.eval.models import load_model
-from ropex.eval.needle import KEYS, Document, Haystack, encode_lines, mixed_document
+from ropex.eval.needle import mixed_document
 from ropex.eval.nll import evaluate_nll
+from ropex.eval.recall import evaluate_recall
 from ropex.eval.ruler import evaluate_ruler
+from ropex.haystack import Haystack, encode_lines
 from ropex.loading import load_tokenizer
 from ropex.train.extend import extend
 
@@ -46,7 +44,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "warmup-joint, no AdaScale": {"strategy": "warmup-joint", "ada_scale": False},
 }
 UNTRAINED = ("base", "YaRN")
-KEY_ROOM = 96  # tokens of a window for each key to recall in it
 QUARTERS = 4  # columns of the table for what is beyond the window
 
 
@@ -77,44 +74,9 @@ def train(name: str, target: int, args: argparse.Namespace) -> Path:
     return folder
 
 
-def asks_of(document: Document) -> list[tuple[range, int]]:
-    """Where the digits of each question are, and how many tokens before them the same value was last said."""
-    said: dict[tuple[int, ...], int] = {}
-    asks = []
-    digits = sorted([(at, False) for at in document.stated] + [(at, True) for at in document.asked])
-    for _, run in itertools.groupby(enumerate(digits), key=lambda pair: pair[1][0] - pair[0]):
-        places = [digit for _, digit in run]
-        start, asked = places[0]
-        value = tuple(document.ids[start : start + len(places)])
-        if asked:
-            asks.append((range(start, start + len(places)), start - said[value]))
-        said[value] = start
-    return asks
-
-
-def recall(checkpoint: str, books: list[Path], target: int, window: int, args: argparse.Namespace) -> dict[str, Any]:
-    """{"near", "far": shares of the questions whose value was last said within the window, or before; and how many}."""
-    model, tokenizer = load_model(checkpoint, args.dtype), load_tokenizer(checkpoint)
-    found: dict[bool, list[bool]] = {False: [], True: []}
-    texts = [encode_lines(tokenizer, book.read_text("utf-8")) for book in books]
-    texts = [text for text in texts if len(text.ids) >= target]
-    for i in range(args.recall):
-        text = texts[i % len(texts)]
-        document = mixed_document(tokenizer, text, target, min(len(KEYS), target // KEY_ROOM), f"recall {i}")
-        ids = torch.tensor(document.ids, device=model.device)
-        asks = asks_of(document)
-        before = torch.tensor([place - 1 for places, _ in asks for place in places], device=model.device)
-        with torch.inference_mode():
-            said = model(input_ids=ids[None], use_cache=False, logits_to_keep=before).logits[0].argmax(-1)
-        right = iter((said == ids[before + 1]).tolist())
-        for places, distance in asks:
-            found[distance > window].append(all([next(right) for _ in places]))
-    shares = {name: 100 * statistics.mean(found[far]) for name, far in (("near", False), ("far", True))}
-    return shares | {"questions": [len(found[False]), len(found[True])]}
-
-
 def measure(name: str, target: int, args: argparse.Namespace) -> dict[str, Any]:
-    """{"nll": {"buckets": [..], "mean", "native"}, "recall", "ruler": {length: {task: percent}}} of one variant."""
+    """{"nll": {"buckets": [..], "mean", "native"}, "recall": a result of evaluate_recall, "ruler": {length: {task:
+    percent}}} of one variant."""
     window = inspect(args.checkpoint)["window"]
     if name in VARIANTS:
         checkpoint = str(train(name, target, args))
@@ -137,7 +99,12 @@ def measure(name: str, target: int, args: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         for row in asked["results"]:
             scores.setdefault(str(row["length"]), {})[row["task"]] = row["score"]
-    recalled = recall(checkpoint, files, target, window, args) if args.recall else {}
+    recalled: dict[str, Any] = {}
+    if args.recall:
+        (recalled,) = evaluate_recall(
+            [checkpoint], [target], windows=args.recall, data=files, dtype=args.dtype,
+            out=args.out / "recall" / f"{name} {target} {args.seed}",
+        )["results"]  # fmt: skip
     nlls = {"mean": nll["mean"], "native": inside, "buckets": nll["buckets"]}
     return {"nll": nlls, "recall": recalled, "ruler": scores}
 
@@ -155,13 +122,14 @@ def table(args: argparse.Namespace) -> str:
         lengths = sorted({int(x) for results in found.values() for r in results for x in r["ruler"]})
         edges = [window + (i + 1) * (target - window) // QUARTERS for i in range(QUARTERS)]
         head = [f"NLL to {target:,}", f"0 to {window:,}", *(f"to {e:,}" for e in edges)]
-        head += ["recall near, %", "far, %"] + [f"RULER {x:,}" for x in lengths]
+        head += ["NLL around facts", "recall near, log-prob.", "near, %", "far, log-prob.", "far, %"]
+        head += [f"RULER {x:,}" for x in lengths]
         lines = [f"| | seeds | {' | '.join(head)} |", "|---" * (2 + len(head)) + "|"]
         for name, results in found.items():
             cells = [f"{statistics.mean(v):.4f}" for v in zip(*(_nlls(r, window) for r in results), strict=True)]
-            for kind in ("near", "far"):
-                shares = [r["recall"][kind] for r in results if r["recall"]]
-                cells.append(f"{statistics.mean(shares):.1f}" if shares else "")
+            recalls = [_recalls(r["recall"]) for r in results if r["recall"]]
+            for column, digits in enumerate((4, 2, 1, 2, 1)):
+                cells.append(f"{statistics.mean(row[column] for row in recalls):.{digits}f}" if recalls else "")
             for length in lengths:
                 means = [statistics.mean(r["ruler"][str(length)].values()) for r in results if r["ruler"]]
                 cells.append(f"{statistics.mean(means):.1f}" if means else "")
@@ -183,6 +151,12 @@ def _nlls(result: dict[str, Any], window: int) -> list[float]:
     step = len(beyond) // QUARTERS
     quarters = [statistics.mean(beyond[i : i + step]) for i in range(0, len(beyond), step)]
     return [result["nll"]["mean"], result["nll"]["native"], *quarters]
+
+
+def _recalls(row: dict[str, Any]) -> list[float]:
+    """The NLL of the text, and of near and far answers the log-probability and the percentage right."""
+    groups = [value for name in ("near", "far") for value in (row[name]["logprob"], 100 * row[name]["accuracy"])]
+    return [row["text"]["nll"], *groups]
 
 
 def _by_task(target: int, found: dict[str, list[dict[str, Any]]]) -> str:
@@ -215,7 +189,7 @@ def main() -> None:
     parser.add_argument(
         "--ruler-lengths", type=int, nargs="+", help="[default: half the window, the window, the target]"
     )
-    parser.add_argument("--recall", type=int, default=8, help="windows with keys to recall; 0 for none")
+    parser.add_argument("--recall", type=int, default=8, help="windows with facts to recall; 0 for none")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", nargs="+", choices=[*UNTRAINED, *VARIANTS], default=[*UNTRAINED, *VARIANTS])
     parser.add_argument("--jobs", type=int, default=1)

@@ -20,11 +20,13 @@ from ropex.cli.common import (
 )
 from ropex.cli.everything import everything
 from ropex.cli.needle import needle
+from ropex.cli.recall import recall
 from ropex.cli.ruler import ruler
 from ropex.cli.tasks import tasks
 
 app = typer.Typer(help="Measure checkpoints side by side on the same inputs.", no_args_is_help=True)
 app.command()(needle)
+app.command()(recall)
 app.command()(ruler)
 app.command()(tasks)
 app.command("all")(everything)

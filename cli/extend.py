@@ -52,6 +52,10 @@ def extend(
             help="With such a window: tokens do not stand for the positions skipped after them (PoSE as published).",
         ),
     ] = False,
+    recall_share: Annotated[
+        float,
+        typer.Option(help="Share of the windows that get facts put into their text, stated and later asked for."),
+    ] = 0.0,
     pack: Annotated[
         bool, typer.Option("--pack/--no-pack", help="Fill a window with short documents that do not see each other.")
     ] = False,
@@ -129,6 +133,7 @@ def extend(
         "params": settings(tunables or []) or None,
         "window": length(window, "--window") if window else None,
         "plain_skip": plain_skip,
+        "recall_share": recall_share,
         "pack": pack,
         "steps_warmup": steps_warmup,
         "steps_joint": steps_joint,

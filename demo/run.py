@@ -74,7 +74,8 @@ def write_documents(path: Path, tokenizer: "PreTrainedTokenizerBase", length: in
     """Training documents of `length` tokens as JSON lines: the shipped plays, keys stated and asked for in them."""
     import random
 
-    from ropex.eval.needle import encode_lines, mixed_document
+    from ropex.eval.needle import mixed_document
+    from ropex.haystack import encode_lines
 
     haystack = encode_lines(tokenizer, _text("train.txt"))
     rng = random.Random(f"demo {seed}")

@@ -9,14 +9,16 @@ import torch
 from ropex.errors import OptionError, OutputError, RopexError
 from ropex.eval.grid import evaluate_needle
 from ropex.eval.nll import evaluate_nll
-from ropex.eval.plot import on_a_scale, plot_needle, plot_nll, plot_ruler, plot_tasks
+from ropex.eval.plot import on_a_scale, plot_needle, plot_nll, plot_recall, plot_ruler, plot_tasks
 from ropex.eval.progress import Progress
+from ropex.eval.recall import evaluate_recall
 from ropex.eval.report import write_report
 from ropex.eval.ruler import evaluate_ruler
 from ropex.eval.share import processes
 from ropex.eval.tasks import evaluate_tasks
+from ropex.facts import MEASURED
 
-PAGE, KINDS = "report.html", ("nll", "needle", "ruler", "tasks")
+PAGE, KINDS = "report.html", ("nll", "needle", "recall", "ruler", "tasks")
 
 
 def evaluate_all(
@@ -26,6 +28,7 @@ def evaluate_all(
     *,
     data: Sequence[str | Path],
     windows: int | None = 4,
+    recall_windows: int = 4,
     samples: int = 50,
     style: str = "passkey",
     tasks: Sequence[str] = (),
@@ -34,19 +37,21 @@ def evaluate_all(
     dtype: str | torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """NLL, needles, RULER and, where some are named, lm-eval's tasks, into the folders nll, needle, ruler and tasks of
-    `out`, and report.html beside them.
+    """NLL, needles, recall, RULER and, where some are named, lm-eval's tasks, into the folders nll, needle, recall,
+    ruler and tasks of `out`, and report.html beside them.
 
-    data: unseen text for NLL, of which each document gives so many windows (None: all it has). samples: of each RULER
-    task and length. style: of the needles. limit: documents of each of lm-eval's tasks. The rest as the single
+    data: unseen text for NLL, of which each document gives so many windows (None: all it has), and for recall, which
+    takes recall_windows of each length. samples: of each RULER task and length. style: of the needles; with "lines"
+    recall has that format alone, otherwise all. limit: documents of each of lm-eval's tasks. The rest as the single
     evaluations take it. What is in the folder already is not measured again. An evaluation that cannot be made does not
     keep the others from being made.
 
-    Returns {"nll", "needle", "ruler", "tasks": their reports, "failed": {name: why}, "page"}. Raises the first error
-    where none could be made.
+    Returns {"nll", "needle", "recall", "ruler", "tasks": their reports, "failed": {name: why}, "page"}. Raises the
+    first error where none could be made.
     """
     if not data:
-        raise OptionError("no text for NLL: name it with --data")
+        raise OptionError("no text for NLL and recall: name it with --data")
+    formats = ("lines",) if style == "lines" else tuple(MEASURED)
     common: dict[str, Any] = {"dtype": dtype, "progress": progress}
     kinds: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[dict[str, Any], Path], None]]] = {
         "nll": (
@@ -56,6 +61,12 @@ def evaluate_all(
         "needle": (
             lambda folder: evaluate_needle(checkpoints, lengths, style=style, out=folder, **common),
             plot_needle,
+        ),
+        "recall": (
+            lambda folder: evaluate_recall(
+                checkpoints, lengths, formats=formats, windows=recall_windows, data=data, out=folder, **common
+            ),
+            plot_recall,
         ),
         "ruler": (
             lambda folder: evaluate_ruler(

@@ -5,7 +5,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,10 @@ from ropex.eval.models import (
     versions,
     weights_fingerprint,
 )
-from ropex.eval.needle import DIGITS, KEYS, Haystack, encode_lines, query, statement, stretch, weave
 from ropex.eval.pieces import hidden_states, in_pieces
 from ropex.eval.progress import Progress, silent
 from ropex.eval.share import gather, processes
+from ropex.haystack import DIGITS, KEYS, Haystack, encode_lines, query, shipped_text, statement, stretch, weave
 from ropex.head import scale_logits
 from ropex.text import read_all
 
@@ -83,7 +82,7 @@ def evaluate_needle(
     _check(checkpoints, lengths, depths, samples, style)
     everyone = processes()
     report = progress if progress and everyone.is_main_process else silent
-    text = "\n".join(d.text for d in read_all(data)) if data else _shipped()
+    text = "\n".join(d.text for d in read_all(data)) if data else shipped_text()
     log = Log(out, CELLS, KEY)
     at = [round(i / max(1, depths - 1), 4) for i in range(depths)]
     sizes = sorted(set(lengths))
@@ -211,10 +210,6 @@ def _repeated(haystack: Haystack, room: int) -> Haystack:
     times = -(-room // max(1, len(haystack.ids)))
     ends = [end + i * len(haystack.ids) for i in range(times) for end in haystack.ends]
     return Haystack(haystack.ids * times, ends)
-
-
-def _shipped() -> str:
-    return (files("ropex.demo") / "text" / "dev.txt").read_text(encoding="utf-8")
 
 
 def _check(checkpoints: Sequence[str], lengths: Sequence[int], depths: int, samples: int, style: str) -> None:

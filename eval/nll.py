@@ -90,7 +90,7 @@ def evaluate_nll(
     """
     _check_options(checkpoints, lengths, buckets, bucket_width, windows, documents, stride)
     report = progress if progress and processes().is_main_process else silent
-    texts = _read(data, documents, 0 if stride else max(lengths), checkpoints[0])
+    texts = read_long(data, documents, 0 if stride else max(lengths), checkpoints[0])
     tokens, bos = _tokenise(checkpoints, texts)
     cuts = {length: cut_windows(tokens, length, bos, windows, stride) for length in dict.fromkeys(lengths)}
     for length, cut in cuts.items():
@@ -116,7 +116,7 @@ def evaluate_nll(
             row = log.get(key)
             if row is None:
                 if not checked:
-                    _check_head(model, checkpoint, torch.tensor([cut[0].ids[:16]]))
+                    check_head(model, checkpoint, torch.tensor([cut[0].ids[:16]]))
                     checked = True
                 edges = bucket_edges(length, buckets, bucket_width)
                 name = f"{checkpoint} at {length}"
@@ -205,26 +205,35 @@ def _interval(row: dict[str, Any], base: dict[str, Any] | None = None) -> list[f
     return [float(low), float(high)]
 
 
-@torch.no_grad()
 def token_nll(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """NLL of each token after the first: int64 [B, T] -> float32 [B, T - 1], in nats.
+    """NLL of each token after the first: int64 [B, T] -> float32 [B, T - 1], in nats."""
+    return token_scores(model, input_ids)[0]
+
+
+@torch.no_grad()
+def token_scores(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token after the first, int64 [B, T]: its NLL in nats, float32 [B, T - 1], and whether it is the most
+    likely one, bool [B, T - 1].
 
     A long window is read in pieces, and the output embedding, in float32, is applied to as many positions at a time as
     256 MiB of logits allow: memory grows with T by the key/value cache alone.
     """
 
-    def run(piece: int) -> Tensor:
+    def run(piece: int) -> tuple[Tensor, Tensor]:
         losses = [input_ids.new_zeros((len(input_ids), 0), dtype=torch.float32)]
+        likely = [input_ids.new_zeros((len(input_ids), 0), dtype=torch.bool)]
         for start, hidden in hidden_states(model, input_ids, piece):
             targets = input_ids[:, start + 1 : start + 1 + piece]
-            losses.append(_head_nll(model, hidden[:, : targets.shape[1]], targets))
-        return torch.cat(losses, 1)
+            nll, most = _head_scores(model, hidden[:, : targets.shape[1]], targets)
+            losses.append(nll)
+            likely.append(most)
+        return torch.cat(losses, 1), torch.cat(likely, 1)
 
     return in_pieces(model, input_ids.shape[1], run)
 
 
-def _head_nll(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    """NLL of targets [B, T] from hidden [B, T, H]: float32 [B, T]."""
+def _head_scores(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """NLL of targets [B, T] from hidden [B, T, H], and whether they are the most likely: float32 and bool [B, T]."""
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     head = model.get_output_embeddings()
     if head is None:
@@ -233,12 +242,13 @@ def _head_nll(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> Tensor
     weight = head.weight.float() if plain else None
     bias = head.bias.float() if plain and head.bias is not None else None
     step = max(1, _CHUNK_VALUES // model.config.get_text_config().vocab_size)
-    losses = []
+    losses, likely = [rows.new_zeros(0).float()], [rows.new_zeros(0).bool()]
     for start in range(0, rows.shape[0], step):
-        part = rows[start : start + step]
-        logits = F.linear(part.float(), weight, bias) if weight is not None else head(part).float()
-        losses.append(F.cross_entropy(scale_logits(logits, model), wanted[start : start + step], reduction="none"))
-    return torch.cat(losses).view(targets.shape) if losses else rows.new_zeros(targets.shape).float()
+        part, right = rows[start : start + step], wanted[start : start + step]
+        logits = scale_logits(F.linear(part.float(), weight, bias) if weight is not None else head(part).float(), model)
+        losses.append(F.cross_entropy(logits, right, reduction="none"))
+        likely.append(logits.argmax(-1) == right)
+    return torch.cat(losses).view(targets.shape), torch.cat(likely).view(targets.shape)
 
 
 def cut_windows(
@@ -293,7 +303,7 @@ def summarise(sums: Tensor, counts: Tensor, edges: Sequence[int]) -> dict[str, A
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, checkpoint: str, input_ids: Tensor) -> None:
+def check_head(model: PreTrainedModel, checkpoint: str, input_ids: Tensor) -> None:
     """Hold `token_nll` to the model's own logits on a few tokens: a family may scale them its own way."""
     ids = input_ids.to(model.device)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
@@ -306,7 +316,7 @@ def _check_head(model: PreTrainedModel, checkpoint: str, input_ids: Tensor) -> N
         )
 
 
-def _read(data: Sequence[str | Path], most: int | None, length: int, checkpoint: str) -> list[Document]:
+def read_long(data: Sequence[str | Path], most: int | None, length: int, checkpoint: str) -> list[Document]:
     """All documents that are not blank, or the first `most` that have `length` tokens with BOS, and 2 in any case;
     where none has, the longest, to be named."""
     if most is None:
@@ -326,7 +336,7 @@ def _read(data: Sequence[str | Path], most: int | None, length: int, checkpoint:
 
 def check_text(checkpoint: str, data: Sequence[str | Path], length: int) -> None:
     """Raises DataError unless a document has `length` tokens with this checkpoint's tokenizer."""
-    texts = _read(data, 1, length, checkpoint)
+    texts = read_long(data, 1, length, checkpoint)
     tokens, bos = _tokenise([checkpoint], texts)
     if max(map(len, tokens)) + len(bos) < length:
         raise DataError(_too_short(texts, tokens, length - len(bos)))

@@ -1,7 +1,7 @@
 """What was measured, as figures."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,7 @@ def plot_nll(results: dict[str, Any], path: Path) -> None:
     rows = results["results"]
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     names = list(dict.fromkeys(row["checkpoint"] for row in rows))
-    short = {name: name.rpartition("/")[2] for name in names}
-    if len(set(short.values())) < len(names):
-        short = {name: name for name in names}
+    short = _short(names)
     figure = Figure(figsize=(1.5 + 5.5 * len(lengths), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
@@ -116,6 +114,60 @@ def plot_needle(results: dict[str, Any], path: Path) -> None:
     figure.supxlabel("length (tokens)" + ("; dashed: native window" if crossed else ""), fontsize="medium")
     panels[0].set_ylabel("depth of the needle")
     figure.colorbar(drawn, ax=panels, label="share found", format=lambda share, _: f"{share:.0%}")
+    _save(figure, path)
+
+
+@_as_written
+def plot_recall(results: dict[str, Any], path: Path) -> None:
+    """Draw what `evaluate_recall` returned: two panels a length, log-probability and share right by distance; one line
+    a checkpoint, 95% intervals shaded, the native window dashed. Written as plot_nll writes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    check_plot(path)
+    rows, border = results["results"], results["settings"]["border"]
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    names = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    short = _short(names)
+    figure = Figure(figsize=(1.5 + 5.5 * len(lengths), 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    columns = figure.subplots(2, len(lengths), sharex="col", sharey="row", squeeze=False).T
+    for (upper, lower), length in zip(columns, lengths, strict=True):
+        here = [row for row in rows if row["length"] == length]
+        for row in here:
+            style = names.index(row["checkpoint"])
+            look = {"color": _COLOURS[style % len(_COLOURS)], "marker": _MARKERS[style % len(_MARKERS)]}
+            shares = [f"{group} {row[group]['accuracy']:.0%}" for group in ("near", "far") if row[group]]
+            label = f"{short[row['checkpoint']]} ({row['method']}), {', '.join(shares)}"
+            for panel, what in ((upper, "logprob"), (lower, "accuracy")):
+                bins = row["distances"]
+                middles = [math.sqrt(max(b["start"], b["end"] / 4) * b["end"]) for b in bins]
+                panel.plot(middles, [b[what] for b in bins], label=label, **look)
+                sure = [(x, *at) for x, b in zip(middles, bins, strict=True) if (at := b[f"{what}_interval"])]
+                if sure:
+                    panel.fill_between(*zip(*sure, strict=True), color=look["color"], alpha=0.12, linewidth=0)
+        for panel in (upper, lower):
+            panel.set_xscale("log", base=2)
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+            if border < length:
+                panel.axvline(border, color="grey", linestyle="--", linewidth=1)
+        if border < length:
+            upper.annotate(
+                f"native window {border:,}", (border, 1.01), xycoords=("data", "axes fraction"),
+                ha="center", color="dimgrey", fontsize="small",
+            )  # fmt: skip
+        upper.set_title(f"windows of {length:,} tokens", pad=20)
+        edges = sorted({b["end"] for row in here for b in row["distances"]})
+        lower.set_xticks(edges, [f"{edge:,}" for edge in edges], rotation=45, ha="right")
+        lower.minorticks_off()
+        lower.set(xlabel="distance of the answer (tokens)", ylim=(-0.03, 1.03))
+        lower.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        lower.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False)
+    columns[0][0].set_ylabel("log-probability (nats an answer)")
+    columns[0][1].set_ylabel("answers that are right")
     _save(figure, path)
 
 
@@ -204,6 +256,12 @@ def plot_tasks(results: dict[str, Any], path: Path) -> None:
 def on_a_scale(row: dict[str, Any]) -> bool:
     """Is this the row of a task's main metric, with a value that can be drawn beside others?"""
     return bool(row["main"] and row["value"] is not None and 0 <= row["value"] <= 1)
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """The last part of each path, where that tells them apart."""
+    short = {name: name.rpartition("/")[2] for name in names}
+    return short if len(set(short.values())) == len(names) else {name: name for name in names}
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -21,7 +21,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ropex.eval.needle import DIGITS, KEYS, Haystack, encode_lines, mixed_document, query, statement
+from ropex.eval.needle import mixed_document
+from ropex.haystack import DIGITS, KEYS, Haystack, encode_lines, query, statement
 
 WINDOW = 256
 PIECE = r"\n|\d|\p{L}+=| ?\p{L}+| ?[^\s\p{L}\d]+|\s"  # what the merges of the tokenizer never cross

@@ -40,7 +40,7 @@ from ropex.train.windows import Corpus, Windows
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _OF_THE_SOURCE = ("to", "init", "ada_freq", "ada_scale", "share_heads")  # a converted checkpoint decides these itself
 _LONG_ON_CPU = 4096  # tokens of a window
@@ -56,6 +56,7 @@ def extend(
     strategy: str = "warmup-joint",
     window: int | None = None,
     plain_skip: bool = False,
+    recall_share: float = 0.0,
     pack: bool = False,
     steps_warmup: int = 40,
     steps_joint: int = 60,
@@ -96,8 +97,8 @@ def extend(
     stops being a number.
     """
     asked = Settings(
-        target=target, strategy=strategy, window=window, plain_skip=plain_skip, pack=pack, steps_warmup=steps_warmup,
-        steps_joint=steps_joint, batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale,
+        target=target, strategy=strategy, window=window, plain_skip=plain_skip, recall_share=recall_share, pack=pack,
+        steps_warmup=steps_warmup, steps_joint=steps_joint, batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale,
         lr_lora=lr_lora, lr_full=lr_full, lora_r=lora_r, lora_alpha=lora_alpha, to=to, init=init, ada_freq=ada_freq,
         ada_scale=ada_scale, share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps,
         keep=keep, grad_ckpt=grad_ckpt, attn=attn, report_to=report_to,
@@ -179,7 +180,7 @@ def extend(
     if devices.sharded:
         shard(model)
     try:
-        finished = _train(model, settings, corpus, place, run, report, devices)
+        finished = _train(model, settings, corpus, tokenizer, place, run, report, devices)
     except RopexError:
         if before is None and everyone.is_main_process and not runfolder.read_log(place):  # it failed before a step
             shutil.rmtree(place)
@@ -249,6 +250,7 @@ def _train(
     model: "PreTrainedModel",
     settings: Settings,
     corpus: Corpus,
+    tokenizer: "PreTrainedTokenizerBase",
     place: Path,
     run: dict[str, Any],
     report: Report,
@@ -271,8 +273,9 @@ def _train(
                 report.say(f"stage {stage.name} is done already")
             else:
                 windows = Windows(
-                    corpus, settings.sample_tokens, settings.target or 0, settings.seed, first, count, settings.pack
-                )
+                    corpus, settings.sample_tokens, settings.target or 0, settings.seed, first, count, settings.pack,
+                    settings.recall_share, tokenizer,
+                )  # fmt: skip
                 if not _make_stage(model, stage, settings, windows, place, report, stop, devices):
                     return False
                 _write(folder, run | {"lora": _lora_block(model, settings, stage)}, model)
@@ -377,7 +380,8 @@ def _say_corpus(report: Report, corpus: Corpus, settings: Settings, weighed: boo
     if settings.skips:
         stand = "tokens stand for those skipped" if weighed else "nothing stands for those skipped"
         kind = f"windows of {settings.sample_tokens:,} tokens with positions up to {settings.target:,}, {stand}"
-    report.say(f"{corpus.documents} documents, {corpus.size:,} tokens{few}; {kind}")
+    facts = f"; facts to recall in {settings.recall_share:.0%} of them" if settings.recall_share else ""
+    report.say(f"{corpus.documents} documents, {corpus.size:,} tokens{few}; {kind}{facts}")
 
 
 def _shared(devices: Devices) -> str:

@@ -21,7 +21,8 @@ class Settings:
     """One run. None stands for what the checkpoint or another setting decides, until `resolve`.
 
     target, window: tokens; no window means the target, and in a shorter one positions jump. plain_skip: no tokens stand
-    for those that are jumped over. pack: whole documents side by side in a window. to: the method
+    for those that are jumped over. recall_share: of the windows, get facts to recall put into their text. pack: whole
+    documents side by side in a window. to: the method
     that an unconverted source gets; init: where adarope starts from. steps_warmup: optimiser steps of the warm-up;
     steps_joint: of the stage after it, or of the only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA
     matrices; lr_full: all weights. save_steps: steps between checkpoints, a tenth of the longest stage unless given.
@@ -34,6 +35,7 @@ class Settings:
     strategy: str = "warmup-joint"
     window: int | None = None
     plain_skip: bool = False
+    recall_share: float = 0.0
     pack: bool = False
     steps_warmup: int = 40
     steps_joint: int = 60
@@ -107,6 +109,10 @@ def check(settings: Settings) -> None:
         wrong.append("packed documents have positions of their own, which cannot jump: leave the window out, or pack")
     if settings.plain_skip and not settings.skips:
         wrong.append("plain_skip is for windows shorter than the target: --no-plain-skip, or give such a window")
+    if not 0 <= settings.recall_share <= 1:
+        wrong.append(f"recall_share is {settings.recall_share}: give a share of the windows, from 0 to 1")
+    if settings.pack and settings.recall_share:
+        wrong.append("packed documents are left as they are: give no recall_share, or do not pack")
     if settings.attn not in ATTENTIONS:
         wrong.append(f"attn is '{settings.attn}': give one of {', '.join(ATTENTIONS)}")
     if settings.target is not None and window is not None and window > settings.target:

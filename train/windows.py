@@ -1,11 +1,12 @@
 """Training windows: each a pure function of (seed, index), so that a resumed run needs no replay.
 
 A window is a stretch of one document. Where it is shorter than the target, its positions jump (position-skip training):
-it is cut into pieces whose positions lie apart, so that a short window still shows the distances of the target. Packed
-windows hold several documents instead, which do not see each other.
+it is made of pieces of the document that lie apart, so that a short window still shows the distances of the target.
+Packed windows hold several documents instead, which do not see each other.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ from torch.utils.data import Dataset
 
 from ropex.errors import DataError
 from ropex.train.loss import IGNORED
+from ropex.train.recall import with_facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FEWEST_PIECES, MOST_PIECES = 2, 4
 SINK, REPEATED = 4, 5  # tokens
@@ -67,6 +72,20 @@ def skip_positions(rng: np.random.Generator, window: int, target: int) -> np.nda
     return positions
 
 
+def text_places(positions: np.ndarray, offset: int, length: int) -> np.ndarray:
+    """Where in a document of `length` tokens those of a window with these positions [window] are, ascending.
+
+    offset: where the window would begin if nothing was skipped, 0 to length - window; it begins as far along what is
+    left to choose. Where positions jump, so does the text, by as many tokens: what a query finds at a distance is what
+    stands there in a long text. If the text went on across a jump, heads would learn to look thousands of positions
+    back for what is beside a token when the model is used. A document too short is jumped over in proportion.
+    """
+    skipped, room = positions - np.arange(len(positions)), length - len(positions)
+    if skipped[-1] > room:
+        skipped = skipped * room // skipped[-1]
+    return offset * (room - skipped[-1] + 1) // (room + 1) + np.arange(len(positions)) + skipped
+
+
 def weigh_skipped(positions: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What to add to the attention scores of rows whose positions jump, so that tokens stand for those skipped.
 
@@ -78,7 +97,7 @@ def weigh_skipped(positions: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype
 
     What a long text has once keeps the weight 1, and the other tokens of its piece share the rest: the first SINK
     tokens, which take attention that no other key gets, and what is said in a later piece again (spans of REPEATED
-    tokens), which is what the later piece can retrieve. With many of each, heads learn to find what is there many times.
+    tokens), which is what the later piece can retrieve. With many of each, heads learn to find what is there often.
     """
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
@@ -114,13 +133,25 @@ def _repeated(ids: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
 
 
 class Windows(Dataset):
-    """`count` windows from number `first` of the endless series that a seed gives; later stages start further on."""
+    """`count` windows from number `first` of the endless series that a seed gives; later stages start further on.
+
+    recall: the share of windows with facts in them, in the tokens of `tokenizer`."""
 
     def __init__(
-        self, corpus: Corpus, window: int, target: int, seed: int, first: int, count: int, pack: bool = False
+        self,
+        corpus: Corpus,
+        window: int,
+        target: int,
+        seed: int,
+        first: int,
+        count: int,
+        pack: bool = False,
+        recall: float = 0,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
     ) -> None:
         self.corpus, self.window, self.target, self.pack = corpus, window, target, pack
         self.seed, self.first, self.count = seed, first, count
+        self.recall, self.tokenizer = recall, tokenizer
         if not corpus.documents:
             raise DataError(f"no document has {window} tokens: the longest has {corpus.longest}")
         self._cumulative = np.cumsum(corpus.ends - corpus.starts) if pack else corpus.windows(window)
@@ -146,13 +177,23 @@ class Windows(Dataset):
         if self.pack:
             return self._packed(rng)
         document, offset = self._pick(rng)
-        start = int(self.corpus.starts[document]) + offset
-        ids = torch.from_numpy(self.corpus.tokens[start : start + self.window].astype(np.int64))
+        positions = skip_positions(rng, self.window, self.target)
+        start, end = int(self.corpus.starts[document]), int(self.corpus.ends[document])
+
+        def read(at: np.ndarray) -> np.ndarray:
+            places: np.ndarray = self.corpus.tokens[start + text_places(at, offset, end - start)]
+            return places.astype(np.int64)
+
+        if self.recall and self.tokenizer is not None and rng.random() < self.recall:
+            ids, positions, told = with_facts(self.tokenizer, read, positions, rng)
+            labels = np.where(told, ids, IGNORED)
+        else:
+            ids = labels = read(positions)
         return {
-            "input_ids": ids,
-            "labels": ids.clone(),
-            "position_ids": torch.from_numpy(skip_positions(rng, self.window, self.target)),
-            "attention_mask": torch.ones_like(ids),
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels.copy()),
+            "position_ids": torch.from_numpy(positions),
+            "attention_mask": torch.ones(self.window, dtype=torch.int64),
         }
 
     def _packed(self, rng: np.random.Generator) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ropex.eval import grid
 from ropex.eval.grid import STYLES, Planted
-from ropex.eval.needle import Haystack
+from ropex.haystack import Haystack
 
 __all__ = ["Planted", "plant"]
 

@@ -20,10 +20,10 @@ from ropex.eval.heads.planted import Planted, plant
 from ropex.eval.heads.record import NeedleRecord, TextRecord
 from ropex.eval.heads.rotary import facts, pairing, tables, trained_window
 from ropex.eval.models import default_bos, encode, load_model, load_tokenizer, method_of, native_window
-from ropex.eval.needle import encode_lines
 from ropex.eval.nll import cut_windows
 from ropex.eval.pieces import hidden_states, in_pieces
 from ropex.eval.progress import Progress, silent
+from ropex.haystack import encode_lines
 from ropex.text import read_all
 
 BINS = 16  # of query positions, in the curves by position

@@ -12,6 +12,7 @@ from ropex.eval.log import REPORT
 NEEDED = {
     "nll": ("checkpoint", "method", "length", "mean", "tokens", "buckets", "documents"),
     "needle": ("checkpoint", "method", "lengths", "depths", "accuracy", "samples", "native_window"),
+    "recall": ("checkpoint", "method", "length", "windows", "text", "near", "far", "formats", "distances"),
     "ruler": ("checkpoint", "method", "length", "task", "score", "interval", "fill", "truncated", "bos"),
     "tasks": ("checkpoint", "method", "task", "metric", "value", "stderr", "main"),
 }

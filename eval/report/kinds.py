@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ropex.eval.plot import on_a_scale, plot_needle, plot_nll, plot_ruler, plot_tasks
+from ropex.eval.plot import on_a_scale, plot_needle, plot_nll, plot_recall, plot_ruler, plot_tasks
 from ropex.eval.report.figures import drawn, verbatim
 from ropex.eval.report.find import Report, names
 from ropex.eval.report.parts import Block, Cell, Figure, Table, between, number, plainly
@@ -83,6 +83,55 @@ def _needle(block: Block, reports: Sequence[Report], rows: Rows) -> None:
 
 def _samples(row: dict[str, Any]) -> str:
     return f"{row['samples']:,} samples a cell"
+
+
+def _recall(block: Block, reports: Sequence[Report], rows: Rows) -> None:
+    for length in _distinct(rows, "length"):
+        here = [row for row in rows if row["length"] == length]
+        differences = [row.get("difference") for row in here]
+        bases = {difference["to"] for difference in differences if difference}
+        named = " or ".join(dict.fromkeys(row["name"] for row in here if row["checkpoint"] in bases))
+        foot = [(f"{what}, less that of {named}", cells) for what, cells in _recalled(differences, "+")]
+        title = f"{here[0]['windows']:,} window(s) of {length:,} tokens [95% interval]"
+        labels = [row["label"] for row in here]
+        block.tables.append(Table(title, ["", *labels], [*_recalled(here), *foot], len(foot)))
+        formats = [
+            (f"{name}, {what}", cells)
+            for name in here[0]["formats"]
+            for what, cells in _answers([row["formats"][name] for row in here])
+        ]
+        block.tables.append(Table(f"By format, in windows of {length:,} tokens", ["", *labels], formats))
+        figure = drawn(plot_recall, {"results": _drawable(here), "settings": reports[0].settings})
+        block.figures.append(Figure(f"Recall by distance in windows of {length:,} tokens", figure))
+
+
+def _recalled(rows: Sequence[dict[str, Any] | None], sign: str = "") -> list[tuple[str, list[Cell]]]:
+    """Lines for the text and the answers, of checkpoints or of their differences, where any has them."""
+    texts = [
+        Cell(f"{row['text']['nll']:{sign}.4f}", between(row["text"]["interval"], 3)) if row else Cell("–")
+        for row in rows
+    ]  # fmt: skip
+    return [("NLL of the text", texts), *_answers(rows, sign)] if any(rows) else []
+
+
+def _answers(rows: Sequence[dict[str, Any] | None], sign: str = "") -> list[tuple[str, list[Cell]]]:
+    """Lines for the questions near and far, where there are any."""
+    lines = []
+    for group in ("near", "far"):
+        found = [row and row[group] for row in rows]
+        if count := next((one["questions"] for one in found if one), 0):
+            logprobs = [_answer(one, "logprob", 1, f"{sign}.2f") for one in found]
+            shares = [_answer(one, "accuracy", 100, f"{sign}.1f") for one in found]
+            name = f"{group} ({count:,})"
+            lines += [(f"{name}, log-probability", logprobs), (f"{name}, right, %", shares)]
+    return lines
+
+
+def _answer(group: dict[str, Any] | None, what: str, scale: float, form: str) -> Cell:
+    if group is None:
+        return Cell("–")
+    bounds = group[f"{what}_interval"] or []
+    return Cell(f"{scale * group[what]:{form}}", f"[{', '.join(f'{scale * b:{form}}' for b in bounds)}]" * bool(bounds))
 
 
 def _ruler(block: Block, reports: Sequence[Report], rows: Rows) -> None:
@@ -205,6 +254,12 @@ KINDS = {
         "Needle in a haystack",
         "How often a value stated somewhere in a long text is said again at its end; depth 0% is the text's start.",
         _needle,
+    ),
+    "recall": Kind(
+        "Recall",
+        "Facts that a long text states and asks for later, near (last said within the native window) or far: "
+        "log-probability of the answers in nats and share of right ones, higher is better.",
+        _recall,
     ),
     "ruler": Kind(
         "RULER",

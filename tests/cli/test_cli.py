@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [[name] for name in ("inspect", "convert", "verify", "extend", "export", "report", "demo")]
-COMMANDS += [["eval", name] for name in ("nll", "needle", "ruler", "tasks")]
+COMMANDS += [["eval", name] for name in ("nll", "needle", "recall", "ruler", "tasks")]
 
 
 def ropex(*args: object, check: str = "", **options) -> subprocess.CompletedProcess:
@@ -55,9 +55,9 @@ def test_bad_input_is_one_line_that_names_the_cure_and_leaves_nothing(folder, tm
     assert "does not exist" in one_line(ropex("inspect", tmp_path / "nowhere"))
     assert "no config.json" in one_line(ropex("convert", tmp_path, "-o", tmp_path.parent / "o", "--to", "yarn"))
     assert "choose one of" in one_line(ropex("convert", folder, "-o", out, "--to", "yarrn"))
-    for command in (["eval", "ruler"], ["eval", "needle"], ["inspect", "--probe"]):  # before the text is looked for
+    for command in (["eval", "ruler"], ["eval", "needle"], ["eval", "recall"], ["inspect", "--probe"]):
         arguments = [*command, folder, "--lengths", "128", "--dtype", "int8"]
-        assert "unknown dtype 'int8'" in one_line(ropex(*arguments))
+        assert "unknown dtype 'int8'" in one_line(ropex(*arguments))  # before the text is looked for
     below = one_line(ropex("convert", folder, "-o", out, "--to", "yarn", "--target", "64"))
     assert "below the native window of 128" in below
     (tmp_path / "taken").mkdir()
@@ -84,6 +84,13 @@ def test_json_is_one_document_and_nothing_else(folder, tmp_path):
     assert json.loads(done.stdout)["target"] == 1024
     done = ropex("export", tmp_path / "out", "-o", tmp_path / "x", "--json")
     assert json.loads(done.stdout)["format"] == "per-head"
+
+
+def test_formats_that_are_none_are_told_before_anything_heavy_is_imported():
+    done = ropex("eval", "recall", "nowhere", "--lengths", "1k", "--formats", "lines,poem", check=HEAVY)
+    assert "choose of lines, sentence, code, quote" in one_line(done)
+    done = ropex("eval", "recall", "nowhere", "--lengths", "1k", "--windows", "0", check=HEAVY)
+    assert done.returncode == 2 and "--windows" in done.stderr and "heavy import" not in done.stderr
 
 
 def test_a_traceback_comes_only_with_debug_and_never_shows_locals(tmp_path):

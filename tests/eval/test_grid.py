@@ -13,10 +13,11 @@ from ropex.errors import OptionError
 from ropex.eval import grid, pieces
 from ropex.eval.grid import STYLES, evaluate_needle, found, make_sample
 from ropex.eval.models import load_tokenizer
-from ropex.eval.needle import encode_lines
 from ropex.eval.nll import evaluate_nll
 from ropex.eval.plot import plot_needle
+from ropex.eval.recall import evaluate_recall
 from ropex.eval.ruler import evaluate_ruler
+from ropex.haystack import encode_lines
 
 TEXT = "".join(f"Line {i} says something of no importance at all.\n" for i in range(60))
 
@@ -114,35 +115,39 @@ from pathlib import Path
 from accelerate import PartialState
 from ropex.eval.grid import evaluate_needle
 from ropex.eval.nll import evaluate_nll
+from ropex.eval.recall import evaluate_recall
 from ropex.eval.ruler import evaluate_ruler
 src, out, words = json.loads(sys.argv[1])
 report = [
     evaluate_nll(["nano", "nano@yarn:4"], [words["text"]], [300], windows=5, out=Path(out) / "nll"),
     evaluate_needle(["nano"], [192, 400], depths=2, samples=3, style="lines", out=Path(out) / "needle"),
     evaluate_ruler(["nano"], ["niah_single_1", "fwe"], [512], 5, batch_size=2, out=Path(out) / "ruler"),
+    evaluate_recall(["nano", "nano@yarn:4"], [192, 400], formats=["lines"], windows=3, out=Path(out) / "recall"),
 ]
 json.dump(report, open(f"{out}-{PartialState().process_index}.json", "w"))
 PartialState().destroy_process_group()
 """
 
 
-def test_two_processes_share_windows_needles_and_prompts_and_say_the_same(tmp_path: Path) -> None:
+def test_two_processes_share_windows_needles_facts_and_prompts_and_say_the_same(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     text = Path(__file__).parents[2] / "demo" / "text" / "dev.txt"
     nll = evaluate_nll(["nano", "nano@yarn:4"], [text], [300], windows=5)
     needle = evaluate_needle(["nano"], [192, 400], depths=2, samples=3, style="lines")
     ruler = evaluate_ruler(["nano"], ["niah_single_1", "fwe"], [512], 5, batch_size=2)
+    recall = evaluate_recall(["nano", "nano@yarn:4"], [192, 400], formats=["lines"], windows=3)
     for _ in range(2):  # the second takes it all from the folders
         in_two(Path("nano"), tmp_path / "two", {"text": str(text)}, BOTH)
         first, second = (json.loads((tmp_path / f"two-{i}.json").read_text()) for i in range(2))
         assert first == second
         assert first[0] == json.loads((tmp_path / "two" / "nll" / "report.json").read_text())
-        assert first[1] == needle and first[2]["results"] == ruler["results"]
+        assert first[1] == needle and first[2]["results"] == ruler["results"] and first[3] == recall
         for mine, theirs in zip(nll["results"], first[0]["results"], strict=True):
             assert theirs["mean"] == pytest.approx(mine["mean"], rel=1e-9)
             assert [d["tokens"] for d in theirs["documents"]] == [d["tokens"] for d in mine["documents"]]
             assert [b["nll"] for b in theirs["buckets"]] == pytest.approx([b["nll"] for b in mine["buckets"]], rel=1e-9)
     assert len((tmp_path / "two" / "nll" / "nll.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "two" / "recall" / "recall.jsonl").read_text().splitlines()) == 2 * 2 * 3
 
 
 @pytest.mark.parametrize("wrong", [{"depths": 0}, {"samples": 0}, {"style": "hay"}])

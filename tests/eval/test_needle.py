@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ropex.errors import DataError, OptionError
-from ropex.eval.needle import (
-    DIGITS,
-    KEYS,
-    Haystack,
-    encode_lines,
-    mixed_document,
-    needle_accuracy,
-    needle_sample,
-)
+from ropex.eval.needle import mixed_document, needle_accuracy, needle_sample
+from ropex.haystack import DIGITS, KEYS, Haystack, encode_lines
 
 DEMO = Path(__file__).parents[2] / "demo"
 TEXT = (DEMO / "text" / "dev.txt").read_text()

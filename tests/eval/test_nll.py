@@ -18,7 +18,7 @@ from ropex import attach
 from ropex.errors import DataError, OptionError, RopexError, UnsupportedError
 from ropex.eval import nll, pieces
 from ropex.eval.models import encode, load_model, load_tokenizer, weights_fingerprint
-from ropex.eval.nll import bucket_edges, cut_windows, evaluate_nll, summarise, token_nll
+from ropex.eval.nll import bucket_edges, cut_windows, evaluate_nll, summarise, token_nll, token_scores
 from ropex.eval.plot import plot_nll
 from ropex.seam import rope_of_model, rotaries
 from ropex.spec import make_spec
@@ -46,8 +46,23 @@ def test_token_nll_is_the_loss_of_the_full_logits(
     torch.testing.assert_close(mine, full_logit_nll(model, ids), atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [2**26, 1500 * 7])
+def test_token_scores_tell_the_most_likely_tokens(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(nll, "_CHUNK_VALUES", chunk)
+    start = random_ids(2, 30)
+    ids = model.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=10, min_new_tokens=10)
+    ids = torch.cat([ids, random_ids(2, 20)], 1)
+    losses, likely = token_scores(model, ids)
+    assert torch.equal(losses, token_nll(model, ids))
+    assert torch.equal(likely, model(ids).logits[:, :-1].argmax(-1) == ids[:, 1:])
+    assert likely[:, 29:39].all() and not likely.all()
+
+
 def test_one_token_has_no_loss(model: LlamaForCausalLM) -> None:
-    assert token_nll(model, random_ids(2, 1)).shape == (2, 0)
+    assert [scores.shape for scores in token_scores(model, random_ids(2, 1))] == [(2, 0)] * 2
 
 
 def test_logits_exist_for_a_chunk_only(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +84,8 @@ def test_a_family_that_changes_its_logits_unknown_to_us_is_refused(model: LlamaF
     odd = copy.deepcopy(model)
     odd.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
     with pytest.raises(UnsupportedError, match="does not know"):
-        nll._check_head(odd, "odd", random_ids(1, 16))
-    nll._check_head(model, "even", random_ids(1, 16))
+        nll.check_head(odd, "odd", random_ids(1, 16))
+    nll.check_head(model, "even", random_ids(1, 16))
 
 
 @given(
@@ -206,7 +221,7 @@ def test_losses_that_depend_on_position_end_in_their_bucket(
 ) -> None:
     """With loss = position, every bucket mean and the overall mean are known."""
     monkeypatch.setattr(nll, "token_nll", lambda model, ids: torch.arange(1.0, ids.shape[1]).expand(ids.shape[0], -1))
-    monkeypatch.setattr(nll, "_check_head", lambda *args: None)
+    monkeypatch.setattr(nll, "check_head", lambda *args: None)
     (row,) = evaluate_nll([checkpoint], [texts], [64], bucket_width=16)["results"]
     assert [(b["start"], b["end"]) for b in row["buckets"]] == [(0, 16), (16, 32), (32, 48), (48, 64)]
     assert [b["nll"] for b in row["buckets"]] == [8.0, 23.5, 39.5, 55.5]
@@ -245,7 +260,7 @@ def test_every_checkpoint_is_scored_on_the_same_tokens(
     seen: list[list[int]] = []
     plain = token_nll
     monkeypatch.setattr(nll, "token_nll", lambda m, ids: seen.append(ids[0].tolist()) or plain(m, ids))
-    monkeypatch.setattr(nll, "_check_head", lambda *args: None)
+    monkeypatch.setattr(nll, "check_head", lambda *args: None)
     one, two, again = evaluate_nll([checkpoint, other, checkpoint], [texts], [64])["results"]
     half = len(seen) // 2  # what was asked twice is measured once
     assert seen[:half] == seen[half:] and len(seen) == one["windows"] + two["windows"]
@@ -348,7 +363,7 @@ def test_intervals_are_over_documents_and_differences_are_paired(
         return torch.full((1, ids.shape[1] - 1), ids.shape[1] / 100 - better)
 
     monkeypatch.setattr(nll, "token_nll", losses)
-    monkeypatch.setattr(nll, "_check_head", lambda *args: None)
+    monkeypatch.setattr(nll, "check_head", lambda *args: None)
     one, two = evaluate_nll([checkpoint, other], [tmp_path], [2000], stride=100)["results"]
     assert one["interval"][0] < one["mean"] < one["interval"][1]
     assert one["interval"][1] - one["interval"][0] > 0.5
@@ -427,7 +442,7 @@ def test_a_window_that_never_fits_is_one_line(checkpoint: str, texts: Path, monk
     def crowded(*args: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate much")
 
-    monkeypatch.setattr(nll, "_check_head", lambda *args: None)
+    monkeypatch.setattr(nll, "check_head", lambda *args: None)
     monkeypatch.setattr(nll, "hidden_states", crowded)
     with pytest.raises(RopexError, match="memory ran out at 64 tokens"):
         evaluate_nll([checkpoint], [texts], [64])

@@ -11,7 +11,7 @@ from ropex import attach, make_spec
 from ropex.errors import DataError
 from ropex.seam import rope_of_model, rotaries
 from ropex.train.loss import batch_loss
-from ropex.train.windows import Corpus, Windows, skip_positions, weigh_skipped
+from ropex.train.windows import Corpus, Windows, skip_positions, text_places, weigh_skipped
 
 
 def corpus(*lengths: int) -> Corpus:
@@ -79,6 +79,28 @@ def test_a_window_is_a_stretch_of_one_document_and_each_is_as_likely() -> None:
             break
     assert sorted(seen) == [0, 1000, 1001, 1002, 2000, 2001, 2002, 2003, 2004]
     assert all(count == pytest.approx(1000, abs=150) for count in seen.values())
+
+
+@given(st.integers(0, 2**32), st.integers(16, 300), st.integers(0, 3000), st.integers(0, 3000), st.floats(0, 1))
+def test_text_jumps_with_the_positions_as_far_as_the_document_goes(
+    seed: int, window: int, room: int, rest: int, share: float
+) -> None:
+    positions = skip_positions(np.random.default_rng(seed), window, window + room)
+    places = text_places(positions, round(share * rest), window + rest)
+    assert places[0] >= 0 and places[-1] < window + rest
+    steps, jumps = np.diff(places), np.diff(positions)
+    assert (steps[jumps == 1] == 1).all() and (steps >= 1).all()
+    if positions[-1] < window + rest:
+        assert (steps == jumps).all()
+        assert places[0] == (0 if share == 0 else window + rest - 1 - positions[-1] if share == 1 else places[0])
+    else:
+        assert places[0] == 0 and places[-1] == window + rest - 1  # all that there is
+
+
+def test_a_window_of_a_long_document_holds_the_tokens_of_its_positions() -> None:
+    for sample in Windows(corpus(5000), 32, 400, 3, 0, 50):
+        ids, positions = sample["input_ids"], sample["position_ids"]
+        assert torch.equal(ids - ids[0], positions)
 
 
 def test_no_document_long_enough_is_an_error() -> None:

@@ -8,7 +8,7 @@ from ropex.errors import OptionError
 from ropex.eval.heads.classes import CLASSES, Thresholds, classify
 from ropex.eval.heads.planted import Planted, plant
 from ropex.eval.heads.probe import evaluate_heads, probe
-from ropex.eval.needle import encode_lines
+from ropex.haystack import encode_lines
 
 WIDTH, VOCAB, MARK, ASK, VALUE, FIRST = 80, 40, 36, 37, 38, 39
 DIM, PAIRS, THETA = 16, 8, 1.5e6

@@ -63,6 +63,40 @@ def needle() -> dict[str, Any]:
     return {"kind": "needle", "results": rows, "settings": {"seed": 0}}
 
 
+def recall() -> dict[str, Any]:
+    draw = random.Random(3)
+
+    def group(most: float) -> dict[str, Any]:
+        share, logprob = draw.uniform(0.3, most), -draw.uniform(1, 9)
+        return {
+            "questions": 96, "accuracy": share, "accuracy_interval": [share - 0.1, share + 0.1],
+            "logprob": logprob, "logprob_interval": [logprob - 1, logprob + 1],
+        }  # fmt: skip
+
+    rows = []
+    for checkpoint, method in CHECKPOINTS:
+        for length in (4096, 16384):
+            far = length > 8192
+            groups = {"near": group(0.9), "far": group(0.5) if far else None}
+            nll = 3 + draw.random()
+            edges = [0, *(64 << i for i in range(12) if 64 << i < length), length]
+            rows.append(
+                {
+                    "checkpoint": checkpoint, "method": method, "length": length, "windows": 6, **groups,
+                    "text": {"nll": nll, "interval": [nll - 0.2, nll + 0.2], "tokens": 5 * length},
+                    "formats": {
+                        name: {"near": group(0.9), "far": group(0.5) if far else None} for name in ("lines", "quote")
+                    },
+                    "distances": [{"start": a, "end": b} | group(0.9) for a, b in zip(edges, edges[1:], strict=False)],
+                    "difference": None if checkpoint == BASE else {
+                        "to": BASE, "text": {"nll": -0.0123, "interval": [-0.02, 0.005], "tokens": 5 * length},
+                        "near": group(0.9), "far": group(0.5) if far else None,
+                    },
+                }
+            )  # fmt: skip
+    return {"kind": "recall", "results": rows, "settings": {"windows": 6, "border": 8192, "versions": VERSIONS}}
+
+
 def ruler() -> dict[str, Any]:
     draw = random.Random(2)
     rows, means = [], []
@@ -127,7 +161,7 @@ def tasks() -> dict[str, Any]:
     return {"kind": "tasks", "results": rows, "means": means, "not_run": not_run, "settings": {"limit": 100}}
 
 
-MADE = {"nll": nll, "needle": needle, "ruler": ruler, "tasks": tasks}
+MADE = {"nll": nll, "needle": needle, "recall": recall, "ruler": ruler, "tasks": tasks}
 
 
 @pytest.fixture

@@ -68,8 +68,8 @@ def page(results: Path, tmp_path: Path) -> Path:
 def test_it_is_laid_out_whole_with_every_figure_and_no_stranger(page: Path, tmp_path: Path, width: int) -> None:
     seen = measured(page, tmp_path, width)
     assert seen["title"] == "ropex report"  # a name that is a script has not run
-    assert seen["headings"] == ["NLL by position", "Needle in a haystack", "RULER", "Tasks"]
-    assert len(seen["figures"]) == 2 + 2 + 2 + 1
+    assert seen["headings"] == ["NLL by position", "Needle in a haystack", "Recall", "RULER", "Tasks"]
+    assert len(seen["figures"]) == 2 + 2 + 2 + 2 + 1
     assert all(width > 150 and height > 80 for width, height in seen["figures"])
     assert seen["overflow"] <= 0 and seen["figuresOut"] == 0
     assert seen["numbers"] > 200 and seen["numbersNotRight"] == 0

@@ -41,6 +41,14 @@ def test_every_number_of_every_kind_is_on_the_page(results: Path, tmp_path: Path
         assert f"{row['mean']:.4f} [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]" in cells
     for row in contents["needle"]()["results"]:
         assert {f"{100 * value:.1f}" for at in row["accuracy"] for value in at} <= cells
+    for row in contents["recall"]()["results"]:
+        assert f"{row['text']['nll']:.4f} [{row['text']['interval'][0]:.3f}, {row['text']['interval'][1]:.3f}]" in cells
+        for groups in (row, *row["formats"].values()):
+            for group in filter(None, (groups["near"], groups["far"])):
+                low, high = group["logprob_interval"]
+                assert f"{group['logprob']:.2f} [{low:.2f}, {high:.2f}]" in cells
+                low, high = (100 * bound for bound in group["accuracy_interval"])
+                assert f"{100 * group['accuracy']:.1f} [{low:.1f}, {high:.1f}]" in cells
     for row in contents["ruler"]()["results"]:
         assert f"{row['score']:.1f} [{row['interval'][0]:.0f}, {row['interval'][1]:.0f}]" in cells
     for row in contents["tasks"]()["results"]:
@@ -76,12 +84,12 @@ def test_the_page_points_at_nothing_outside_itself(results: Path, tmp_path: Path
 def test_every_entry_of_the_contents_leads_somewhere(results: Path, tmp_path: Path) -> None:
     page = page_of(results, out=tmp_path / "r.html")
     targets = re.findall(r"<a href=\"#([^\"]+)\"", page)
-    assert targets == ["nll", "needle", "ruler", "tasks"]
+    assert targets == ["nll", "needle", "recall", "ruler", "tasks"]
     assert all(f'id="{target}"' in page for target in targets)
 
 
 def test_runs_of_equal_settings_stand_in_one_table(tmp_path: Path, save: Save, contents: Contents) -> None:
-    for kind in ("nll", "ruler", "tasks", "needle"):
+    for kind in ("nll", "ruler", "tasks", "needle", "recall"):
         whole = contents[kind]()
         for folder, place in (("one", 0), ("two", 1)):
             checkpoint = list(dict.fromkeys(row["checkpoint"] for row in whole["results"]))[place]
@@ -89,7 +97,7 @@ def test_runs_of_equal_settings_stand_in_one_table(tmp_path: Path, save: Save, c
             if "means" in whole:
                 part["means"] = [entry for entry in whole["means"] if entry["checkpoint"] == checkpoint]
             save(tmp_path / kind / folder, part)
-        save(tmp_path / kind / "other", contents[kind]() | {"settings": {"seed": 7}})
+        save(tmp_path / kind / "other", contents[kind]() | {"settings": {"seed": 7, "border": 8192}})
         groups = list(alike(find_reports([tmp_path / kind])))
         assert [[report.folder.name for report in group] for group in groups] == [["one", "two"], ["other"]]
         apart = page_of(tmp_path / kind / "one", tmp_path / kind / "two", out=tmp_path / f"{kind}.html")
@@ -132,6 +140,32 @@ def test_the_difference_is_shown_where_there_is_one(tmp_path: Path, save: Save, 
     nll["results"] = [row for row in nll["results"] if row["checkpoint"] == "/models/base"]
     found = tables(page_of(save(tmp_path / "n", nll), out=tmp_path / "2.html"))
     assert [row[0] for row in found[0][-2:]] == ["mean", "perplexity"]
+
+
+def test_recall_is_shown_near_and_far_with_what_differs(tmp_path: Path, save: Save, contents: Contents) -> None:
+    recall = contents["recall"]()
+    short, _, long, _ = tables(page_of(save(tmp_path / "x", recall), out=tmp_path / "1.html"))[:4]
+    assert ["NLL of the text, less that of base", "–", "-0.0123 [-0.020, 0.005]"] in short
+    less = recall["results"][3]["difference"]["far"]
+    low, high = less["logprob_interval"]
+    assert [
+        "far (96), log-probability, less that of base",
+        "–",
+        f"{less['logprob']:+.2f} [{low:+.2f}, {high:+.2f}]",
+    ] in long
+    assert not any(row[0].startswith("far") for row in short)
+    recall["results"] = recall["results"][:1]
+    for group in ("text", "near"):
+        for name in recall["results"][0][group]:
+            if name.endswith("interval"):
+                recall["results"][0][group][name] = None
+    (alone, *_) = tables(page_of(save(tmp_path / "x", recall), out=tmp_path / "2.html"))
+    near, text = recall["results"][0]["near"], recall["results"][0]["text"]
+    assert alone[1:] == [
+        ["NLL of the text", f"{text['nll']:.4f}"],
+        ["near (96), log-probability", f"{near['logprob']:.2f}"],
+        ["near (96), right, %", f"{100 * near['accuracy']:.1f}"],
+    ]
 
 
 def test_an_empty_bucket_and_a_missing_cell_have_no_value(tmp_path: Path, save: Save, contents: Contents) -> None:
@@ -190,5 +224,5 @@ def test_a_page_that_exists_is_replaced_only_when_asked(results: Path, tmp_path:
 
 def test_the_answer_names_what_was_found_each_once(results: Path, tmp_path: Path) -> None:
     found = write_report([results, results / "nll"], tmp_path / "r.html")
-    assert [report["kind"] for report in found["reports"]] == ["needle", "nll", "ruler", "tasks"]
+    assert [report["kind"] for report in found["reports"]] == ["needle", "nll", "recall", "ruler", "tasks"]
     assert json.loads(json.dumps(found)) == found
