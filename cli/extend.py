@@ -78,6 +78,13 @@ def extend(
     no_adascale: Annotated[
         bool, typer.Option("--no-adascale/--adascale", help="Leave the attention scale as it starts.")
     ] = False,
+    all_pairs: Annotated[
+        bool,
+        typer.Option(
+            "--all-pairs/--no-all-pairs",
+            help="Train the frequencies of pairs that do not turn once within the target as well, as published.",
+        ),
+    ] = False,
     share_heads: Annotated[
         bool, typer.Option("--share-heads/--no-share-heads", help="One table and scale for all heads.")
     ] = False,
@@ -148,6 +155,7 @@ def extend(
         "init": init,
         "ada_freq": not no_adafreq,
         "ada_scale": not no_adascale,
+        "all_pairs": all_pairs,
         "share_heads": share_heads,
         "dtype": dtype,
         "attn": attn,

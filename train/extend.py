@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _OF_THE_SOURCE = ("to", "init", "ada_freq", "ada_scale", "share_heads")  # a converted checkpoint decides these itself
+SERIES = 2  # what a seed's windows hold and which pairs are trained; a change here ends the resuming of older runs
 _LONG_ON_CPU = 4096  # tokens of a window
 _PROBE_TOKENS = 256  # enough for every tensor to get a gradient, and short beside any real window
 
@@ -73,6 +74,7 @@ def extend(
     params: Mapping[str, Any] | None = None,
     ada_freq: bool = True,
     ada_scale: bool = True,
+    all_pairs: bool = False,
     share_heads: bool = False,
     dtype: str | None = None,
     seed: int = 0,
@@ -88,9 +90,9 @@ def extend(
     """Train `src` for a context of `target` tokens on `data`, into the run folder `out`.
 
     src: whatever ropex.load takes; one that is not converted gets the method `to`, adarope starting from `init`, with
-    the tunables `params`. data: .txt, .md,
-    .jsonl and .parquet files, folders of them, Hub datasets (owner/name[:split]). window: tokens a sample; below the
-    target its positions jump. The other values are those of Settings. resume: continue a run of the same settings.
+    the tunables `params`. data: .txt, .md, .jsonl and .parquet files, folders of them, Hub datasets
+    (owner/name[:split]). window: tokens a sample; below the target its positions jump. The other values are those of
+    Settings. resume: continue a run of the same settings.
 
     Returns {"out", "finished", "settings", "data", "stages"}; "finished" is False when a signal ended it early.
     Errors: OptionError, DataError, CheckpointError, OutputError before anything is written; RopexError when the loss
@@ -98,10 +100,11 @@ def extend(
     """
     asked = Settings(
         target=target, strategy=strategy, window=window, plain_skip=plain_skip, recall_share=recall_share, pack=pack,
-        steps_warmup=steps_warmup, steps_joint=steps_joint, batch_size=batch_size, accumulation=accumulation, lr_freq=lr_freq, lr_scale=lr_scale,
-        lr_lora=lr_lora, lr_full=lr_full, lora_r=lora_r, lora_alpha=lora_alpha, to=to, init=init, ada_freq=ada_freq,
-        ada_scale=ada_scale, share_heads=share_heads, dtype=_spelled(dtype), seed=seed, save_steps=save_steps,
-        keep=keep, grad_ckpt=grad_ckpt, attn=attn, report_to=report_to,
+        steps_warmup=steps_warmup, steps_joint=steps_joint, batch_size=batch_size, accumulation=accumulation,
+        lr_freq=lr_freq, lr_scale=lr_scale, lr_lora=lr_lora, lr_full=lr_full, lora_r=lora_r, lora_alpha=lora_alpha,
+        to=to, init=init, ada_freq=ada_freq, ada_scale=ada_scale, all_pairs=all_pairs, share_heads=share_heads,
+        dtype=_spelled(dtype), seed=seed, save_steps=save_steps, keep=keep, grad_ckpt=grad_ckpt, attn=attn,
+        report_to=report_to,
     )  # fmt: skip
     check(asked)
     if resume and overwrite:
@@ -121,6 +124,11 @@ def extend(
         if runfolder.finished(place):
             report.say(f"{place} is finished: nothing to resume")
             return _summary(place, before, True)
+        if before.get("series") != SERIES:
+            raise OptionError(
+                f"{place} was begun by a version of ropex whose training windows are others: resume it with that one, "
+                "or use --overwrite"
+            )
     elif resume:
         report.say(f"{place} does not exist yet: starting from the beginning")
     sources(data)  # a missing file should not wait for the model to load
@@ -155,6 +163,7 @@ def extend(
             "fingerprint": corpus.fingerprint,
         },
         "versions": runfolder.versions(),
+        "series": SERIES,
         "readers": devices.readers,  # windows of a step follow from it
         "weighed": weighed,
         "seed": settings.seed,
@@ -164,9 +173,8 @@ def extend(
         _same_run(place, before, {"data": corpus.fingerprint}, {"data": before["data"]["fingerprint"]})
         _same_run(place, before, json.loads(json.dumps(spec.block())), before["spec"])
         readers, kind = devices.readers, "standing for skipped tokens (else: --plain-skip)"
-        _same_run(place, before, {"processes": readers}, {"processes": before.get("readers", readers)})
-        stood = before.get("weighed", weighed if "plain_skip" in before["settings"] else False)
-        _same_run(place, before, {kind: weighed}, {kind: stood})
+        _same_run(place, before, {"processes": readers}, {"processes": before["readers"]})
+        _same_run(place, before, {kind: weighed}, {kind: before["weighed"]})
         if before["versions"] != run["versions"]:
             report.say(f"versions differ from those that began the run: {before['versions']}")
         run = before
@@ -305,7 +313,7 @@ def _make_stage(
 ) -> bool:
     """Train one stage from its newest checkpoint or its beginning; False when a signal ended it early."""
     folder, steps = place / stage.name, settings.steps(stage)
-    choose(model, stage, settings.ada_freq, settings.ada_scale)
+    choose(model, stage, settings.ada_freq, settings.ada_scale, settings.all_pairs)
     _say_stage(report, stage, model, settings, devices)
     require_fit(model, stage, settings, devices.pieces)
 

@@ -38,7 +38,7 @@ def plan(source: str, devices: int = 1, **asked: Any) -> dict[str, Any]:
     for stage in settings.stages:
         if stage.lora:
             add_lora(model, settings.lora_r, settings.lora_alpha, settings.seed)
-        choose(model, stage, settings.ada_freq, settings.ada_scale)
+        choose(model, stage, settings.ada_freq, settings.ada_scale, settings.all_pairs)
         stages[stage.name] = estimate(model, trainable(model), settings, shards=devices)
         if said := too_large(model, stage, trainable(model), settings, available, shards=devices):
             notes.append(said)

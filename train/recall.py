@@ -75,7 +75,7 @@ def _shortened(skipped: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def _depths(rng: random.Random, cuts: list[float]) -> tuple[float, list[float]]:
-    """Where a fact is stated and asked for, as shares of the window: mostly in two of the pieces, which end at `cuts`."""
+    """Where a fact is stated and asked for, as shares of the window: mostly in two pieces of it, cut at `cuts`."""
     if len(cuts) == 1 or rng.random() >= _ACROSS:
         return anywhere(rng)
     stated = rng.uniform(0, cuts[-2])

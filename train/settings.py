@@ -23,7 +23,8 @@ class Settings:
     target, window: tokens; no window means the target, and in a shorter one positions jump. plain_skip: no tokens stand
     for those that are jumped over. recall_share: of the windows, get facts to recall put into their text. pack: whole
     documents side by side in a window. to: the method
-    that an unconverted source gets; init: where adarope starts from. steps_warmup: optimiser steps of the warm-up;
+    that an unconverted source gets; init: where adarope starts from. all_pairs: train the frequencies of slow
+    pairs too. steps_warmup: optimiser steps of the warm-up;
     steps_joint: of the stage after it, or of the only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA
     matrices; lr_full: all weights. save_steps: steps between checkpoints, a tenth of the longest stage unless given.
     keep: checkpoints of a stage that stay, the newest, and others to fall back to should it be damaged. grad_ckpt:
@@ -51,6 +52,7 @@ class Settings:
     init: str = "yarn"
     ada_freq: bool = True
     ada_scale: bool = True
+    all_pairs: bool = False
     share_heads: bool = False
     dtype: str | None = None
     attn: str = "auto"

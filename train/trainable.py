@@ -1,8 +1,10 @@
 """Which tensors a stage trains: chosen, listed, named for the disk, and shown to have gradients before step 1."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,18 +35,29 @@ class Trained:
     parameter: nn.Parameter
 
 
-def choose(model: "PreTrainedModel", stage: Stage, ada_freq: bool, ada_scale: bool) -> None:
-    """Freeze everything but for a full stage, then open what the stage trains (LoRA has to be there already)."""
+def choose(model: "PreTrainedModel", stage: Stage, ada_freq: bool, ada_scale: bool, all_pairs: bool = False) -> None:
+    """Freeze everything but for a full stage, then open what the stage trains (LoRA has to be there already).
+
+    Unless all_pairs, delta stays 0 for pairs that do not turn once within the target: over all distances that there are
+    their cosine only falls or hardly so, and the loss of text, to which what is far away is mostly noise, makes them
+    turn faster. That costs recall from afar, and gains no NLL (docs/results.md)."""
     spec: Any = model.ropex_spec
     learned = spec.learned
     model.requires_grad_(stage.full)
     for rotary in rotaries(model):
         rotary.delta.requires_grad_(stage.rotary and learned and ada_freq)
+        if rotary.delta.requires_grad and not all_pairs:
+            rotary.delta.register_hook(partial(_without, rotary.theta0 * spec.target < 2 * math.pi))
         rotary.tau.requires_grad_(stage.rotary and learned and ada_scale)
         rotary.gamma.requires_grad_(stage.rotary and learned and ada_scale)
     for _, a, b in lora_matrices(model):
         a.requires_grad_(stage.lora)
         b.requires_grad_(stage.lora)
+
+
+def _without(slow: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of delta [heads, F], without that of slow pairs [F]."""
+    return gradient.masked_fill(slow.to(gradient.device), 0)
 
 
 def lora_targets(model: "PreTrainedModel") -> list[str]:

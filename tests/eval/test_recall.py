@@ -60,9 +60,7 @@ def test_a_window_is_full_and_every_answer_was_said_where_it_should_be(
     inserted = [at for at in range(len(BOS), length) if at not in places]
     assert quiz.text == sorted(places) and len(inserted) + len(places) + len(BOS) == length
     keyed = [question for question in quiz.questions if question.format != "quote"]
-    first = {
-        tuple(quiz.ids[q.start : q.end]): q.start - q.distance for q in reversed(keyed)
-    }  # where each value is stated
+    first = {tuple(quiz.ids[q.start : q.end]): q.start - q.distance for q in reversed(keyed)}  # where it is stated
     assert quiz.stated == sorted(at for value, start in first.items() for at in range(start, start + len(value)))
     for question in quiz.questions:
         answer = quiz.ids[question.start : question.end]

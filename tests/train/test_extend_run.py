@@ -261,15 +261,19 @@ def test_resuming_under_other_settings_is_refused_by_name(run: Callable, tmp_pat
         run(strategy="warmup", resume=True, data=[str(other)])
 
 
-def test_a_run_resumes_only_with_what_stood_for_skipped_tokens(run: Callable, tmp_path: Path) -> None:
-    """A run that was begun before tokens could stand for others names no such setting."""
+def test_a_run_resumes_only_with_the_windows_that_it_began_with(run: Callable, tmp_path: Path) -> None:
     run(strategy="warmup", plain_skip=True)
     (tmp_path / "run" / "trained.safetensors").unlink()
-    block = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert block.pop("weighed") is False and block["settings"].pop("plain_skip") is True
-    (tmp_path / "run" / "run.json").write_text(json.dumps(block))
-    with pytest.raises(OptionError, match="--plain-skip\\) was False and is True"):
+    with pytest.raises(OptionError, match="plain_skip was True and is False"):
         run(strategy="warmup", resume=True)
+    block = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(block | {"weighed": True}))
+    with pytest.raises(OptionError, match="--plain-skip\\) was True and is False"):
+        run(strategy="warmup", plain_skip=True, resume=True)
+    (tmp_path / "run" / "run.json").write_text(json.dumps(block | {"series": 1}))
+    with pytest.raises(OptionError, match="whose training windows are others"):
+        run(strategy="warmup", plain_skip=True, resume=True)
+    (tmp_path / "run" / "run.json").write_text(json.dumps(block))
     assert run(strategy="warmup", plain_skip=True, resume=True)["finished"]
 
 
@@ -355,6 +359,8 @@ def test_a_strategy_trains_its_stages_and_what_it_trained_is_what_is_exported(
         ({"to": "yarn"}, "nothing that a warm-up trains: give --strategy lora, joint or full"),
         ({"strategy": "full", "dtype": "bfloat16"}, "full trains float32"),
         ({"window": 256, "plain_skip": True}, "plain_skip is for windows shorter than the target: --no-plain-skip"),
+        ({"recall_share": 1.5}, "recall_share is 1.5: give a share of the windows, from 0 to 1"),
+        ({"recall_share": 0.5, "pack": True, "window": None}, "packed documents are left as they are"),
         ({"attn": "flash"}, "attn is 'flash': give one of auto, sdpa, eager, flash_attention_2"),
         ({"strategy": "backwards"}, "unknown strategy 'backwards': choose one of warmup-joint, warmup-lora"),
     ],
@@ -366,8 +372,9 @@ def test_a_strategy_that_cannot_be_is_refused_before_anything_loads(run: Callabl
 
 def test_every_argument_arrives_where_it_belongs(run: Callable, tmp_path: Path) -> None:
     given = {
-        "target": 200, "strategy": "warmup", "window": 48, "plain_skip": True, "pack": False, "steps_warmup": 2,
-        "steps_joint": 3, "batch_size": 4, "accumulation": 5, "lr_freq": 0.006, "lr_scale": 0.007, "lr_lora": 0.008,
+        "target": 200, "strategy": "warmup", "window": 48, "plain_skip": True, "recall_share": 0.25,
+        "pack": False, "all_pairs": True, "steps_warmup": 2, "steps_joint": 3, "batch_size": 4,
+        "accumulation": 5, "lr_freq": 0.006, "lr_scale": 0.007, "lr_lora": 0.008,
         "lr_full": 0.009, "lora_r": 9, "lora_alpha": 10, "to": "adarope", "init": "pi", "ada_freq": False,
         "ada_scale": True, "share_heads": True, "dtype": "bfloat16", "attn": "eager", "seed": 11, "save_steps": 12,
         "keep": 3, "grad_ckpt": True, "report_to": "none",

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,19 @@ def test_the_joint_stage_trains_them_with_lora_on_query_and_key(converted: Calla
 def test_the_switches_leave_their_part_frozen(converted: Callable) -> None:
     assert set(counts(trainable(converted(ada_freq=False)))) == {"tau", "gamma"}
     assert set(counts(trainable(converted(ada_scale=False)))) == {"delta"}
+
+
+def test_pairs_that_do_not_turn_once_within_the_target_keep_their_frequency_unless_all_are_asked_for(
+    converted: Callable,
+) -> None:
+    for all_pairs in (False, True):
+        model = converted(all_pairs=all_pairs)
+        loss_of(model)().backward()
+        for rotary in rotaries(model):
+            slow = rotary.theta0 * 256 < 2 * math.pi
+            assert 0 < slow.sum() < len(slow)
+            assert rotary.delta.grad[:, ~slow].abs().min() > 0
+            assert rotary.delta.grad[:, slow].any() == all_pairs
 
 
 def test_what_is_trained_is_float32_beside_a_bfloat16_backbone(converted: Callable) -> None:
