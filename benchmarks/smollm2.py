@@ -2,16 +2,15 @@
 
     python benchmarks/smollm2.py --checkpoint SmolLM2 --data train/ --eval-data dev/ --out DIR [--targets 16384 32768]
 
-Every run sees the same position-skip windows: half plain text of the books, half with keys stated and asked for in it
-(the format of `ropex demo`, which is not RULER's). Recall is that of `ropex eval recall`, all formats, in windows of
-the target's length: "near" where the answer was last said within the native window, "far" where before it. What is
-done is kept in DIR, and an interrupted run goes on where it was. --jobs runs several at once: so small a model leaves
-most of a GPU idle.
+Every run sees the same position-skip windows of the books, a share of them with facts stated and asked for in the text
+(in formats that are neither RULER's nor, but for one, those that recall is measured in). Recall is that of `ropex eval
+recall`, all formats, in windows of the target's length: "near" where the answer was last said within the native window,
+"far" where before it. What is done is kept in DIR, and an interrupted run goes on where it was. --jobs runs several at
+once: so small a model leaves most of a GPU idle.
 """
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -20,17 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ropex.convert.inspect import inspect
-from ropex.eval.needle import mixed_document
 from ropex.eval.nll import evaluate_nll
 from ropex.eval.recall import evaluate_recall
 from ropex.eval.ruler import evaluate_ruler
-from ropex.haystack import Haystack, encode_lines
-from ropex.loading import load_tokenizer
 from ropex.train.extend import extend
 
 WARMUP_SHARE = 0.25
-PAIRS, ASKS = (4, 8), 3  # keys that a window of text with keys states, and how often each is asked for
-SPARE = 64  # tokens that a document is longer than a window, for what decoding and encoding again may change
 TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 VARIANTS: dict[str, dict[str, Any]] = {
     "AdaRoPE warmup": {"strategy": "warmup"},
@@ -38,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "warmup, no AdaFreq": {"strategy": "warmup", "ada_freq": False},
     "AdaRoPE warmup-joint": {"strategy": "warmup-joint"},
     "warmup-joint, delta at 1e-3": {"strategy": "warmup-joint", "lr_freq": 1e-3},
+    "warmup-joint, all pairs": {"strategy": "warmup-joint", "all_pairs": True},
     "AdaRoPE joint": {"strategy": "joint"},
     "YaRN lora": {"strategy": "lora", "to": "yarn"},
     "warmup-joint, no AdaFreq": {"strategy": "warmup-joint", "ada_freq": False},
@@ -47,29 +42,15 @@ UNTRAINED = ("base", "YaRN")
 QUARTERS = 4  # columns of the table for what is beyond the window
 
 
-def write_documents(path: Path, books: list[Path], tokenizer: Any, args: argparse.Namespace) -> None:
-    """Stretches of a window each as JSON lines, every other one with keys in it."""
-    rng = random.Random(f"smollm2 {args.seed}")
-    length = args.window + SPARE
-    texts: list[Haystack] = [encode_lines(tokenizer, book.read_text("utf-8")) for book in books]
-    with path.open("w", encoding="utf-8") as file:
-        for index in range(args.documents):
-            text = rng.choices(texts, [len(t.ids) for t in texts])[0]
-            pairs = rng.randint(*PAIRS) if index % 2 else 0
-            ids = mixed_document(tokenizer, text, length, pairs, f"{args.seed} {index}", ASKS).ids
-            file.write(json.dumps({"text": tokenizer.decode(ids, skip_special_tokens=True)}) + "\n")
-
-
 def train(name: str, target: int, args: argparse.Namespace) -> Path:
-    data = args.out / f"train-{args.seed}.jsonl"
     folder: Path = args.out / "runs" / f"{name} {target} {args.seed}"
     variant = VARIANTS[name]
     warm = round(WARMUP_SHARE * args.steps) if variant["strategy"].startswith("warmup-") else args.steps
     rest = args.steps - warm if variant["strategy"].startswith("warmup-") else args.steps
     extend(
-        args.checkpoint, folder, target=target, window=args.window, data=[str(data)], dtype=args.dtype, seed=args.seed,
-        plain_skip=args.plain_skip, batch_size=args.batch_size, steps_warmup=warm, steps_joint=rest, save_steps=10**6,
-        resume=(folder / "run.json").exists(), **variant,
+        args.checkpoint, folder, target=target, window=args.window, data=[str(args.data)], dtype=args.dtype,
+        seed=args.seed, plain_skip=args.plain_skip, recall_share=args.recall_share, batch_size=args.batch_size,
+        steps_warmup=warm, steps_joint=rest, save_steps=10**6, resume=(folder / "run.json").exists(), **variant,
     )  # fmt: skip
     return folder
 
@@ -183,7 +164,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--plain-skip", action="store_true", help="as the option of `ropex extend`")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--documents", type=int, default=2400)
+    parser.add_argument("--recall-share", type=float, default=0.5, help="as the option of `ropex extend`")
     parser.add_argument("--samples", type=int, default=50, help="of each RULER task and length; 0 for none")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument(
@@ -213,9 +194,6 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if wanted:
         (args.out / "essays.txt").write_text("\n\n".join(f.read_text() for f in sorted(args.eval_data.glob("*.txt"))))
-        tokenizer = load_tokenizer(args.checkpoint)
-        for args.seed in {seed for _, _, seed in wanted}:
-            write_documents(args.out / f"train-{args.seed}.jsonl", sorted(args.data.glob("*.txt")), tokenizer, args)
 
     def run(one: tuple[str, int, int]) -> None:
         command = [sys.executable, *sys.argv, "--one", *map(str, one)]
