@@ -53,9 +53,12 @@ def extend(
         ),
     ] = False,
     recall_share: Annotated[
-        float,
-        typer.Option(help="Share of the windows that get facts put into their text, stated and later asked for."),
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="Share of the windows that get facts put into their text, stated and later asked for. \\[default: 0.5 "
+            "where positions jump, else 0]"
+        ),
+    ] = None,
     pack: Annotated[
         bool, typer.Option("--pack/--no-pack", help="Fill a window with short documents that do not see each other.")
     ] = False,

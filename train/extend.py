@@ -57,7 +57,7 @@ def extend(
     strategy: str = "warmup-joint",
     window: int | None = None,
     plain_skip: bool = False,
-    recall_share: float = 0.0,
+    recall_share: float | None = None,
     pack: bool = False,
     steps_warmup: int = 40,
     steps_joint: int = 60,
@@ -282,7 +282,7 @@ def _train(
             else:
                 windows = Windows(
                     corpus, settings.sample_tokens, settings.target or 0, settings.seed, first, count, settings.pack,
-                    settings.recall_share, tokenizer,
+                    settings.recall_share or 0.0, tokenizer,
                 )  # fmt: skip
                 if not _make_stage(model, stage, settings, windows, place, report, stop, devices):
                     return False

@@ -12,6 +12,7 @@ from ropex.train.stages import FULL, WARMUP, Stage, stages_of
 SHORTEST_WINDOW = 16
 FLASH = tuple(f"flash_attention_{n}" for n in (2, 3, 4))
 ATTENTIONS = ("auto", "sdpa", "eager", *FLASH)
+RECALL_SHARE = 0.5  # of windows whose positions jump
 CHECKPOINT_FROM = 4096  # tokens a window; below, activations fit and recomputing them only costs time
 _SAVES_A_STAGE = 10
 
@@ -21,8 +22,8 @@ class Settings:
     """One run. None stands for what the checkpoint or another setting decides, until `resolve`.
 
     target, window: tokens; no window means the target, and in a shorter one positions jump. plain_skip: no tokens stand
-    for those that are jumped over. recall_share: of the windows, get facts to recall put into their text. pack: whole
-    documents side by side in a window. to: the method
+    for those that are jumped over. recall_share: of the windows, get facts to recall put into their text; unless given,
+    RECALL_SHARE of those whose positions jump. pack: whole documents side by side in a window. to: the method
     that an unconverted source gets; init: where adarope starts from. all_pairs: train the frequencies of slow
     pairs too. steps_warmup: optimiser steps of the warm-up;
     steps_joint: of the stage after it, or of the only one. lr_freq: delta; lr_scale: tau and gamma; lr_lora: LoRA
@@ -36,7 +37,7 @@ class Settings:
     strategy: str = "warmup-joint"
     window: int | None = None
     plain_skip: bool = False
-    recall_share: float = 0.0
+    recall_share: float | None = None
     pack: bool = False
     steps_warmup: int = 40
     steps_joint: int = 60
@@ -111,7 +112,7 @@ def check(settings: Settings) -> None:
         wrong.append("packed documents have positions of their own, which cannot jump: leave the window out, or pack")
     if settings.plain_skip and not settings.skips:
         wrong.append("plain_skip is for windows shorter than the target: --no-plain-skip, or give such a window")
-    if not 0 <= settings.recall_share <= 1:
+    if settings.recall_share is not None and not 0 <= settings.recall_share <= 1:
         wrong.append(f"recall_share is {settings.recall_share}: give a share of the windows, from 0 to 1")
     if settings.pack and settings.recall_share:
         wrong.append("packed documents are left as they are: give no recall_share, or do not pack")
@@ -135,11 +136,13 @@ def resolve(settings: Settings, target: int, dtype: str) -> Settings:
     """Fill in what was left open, once the checkpoint is known."""
     longest = max(settings.steps(s) for s in settings.stages)
     window = settings.window or target
+    share = RECALL_SHARE if window < target and not settings.pack else 0.0
     settings = replace(
         settings,
         target=target,
         window=window,
         dtype=dtype,
+        recall_share=share if settings.recall_share is None else settings.recall_share,
         save_steps=settings.save_steps or max(1, longest // _SAVES_A_STAGE),
         grad_ckpt=window >= CHECKPOINT_FROM if settings.grad_ckpt is None else settings.grad_ckpt,
     )
