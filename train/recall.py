@@ -84,7 +84,7 @@ def _depths(rng: random.Random, cuts: list[float]) -> tuple[float, list[float]]:
 
 def _line_ends(tokenizer: "PreTrainedTokenizerBase", ids: np.ndarray) -> list[int]:
     """Offsets after tokens that hold a line end, and in long lines before tokens that begin a word."""
-    names: list[str] = tokenizer.convert_ids_to_tokens(ids.tolist())
+    names = list(tokenizer.convert_ids_to_tokens(ids.tolist()))
     ends: list[int] = []
     for place, text in enumerate(tokenizer.batch_decode(ids[:, None].tolist())):
         if place - (ends[-1] if ends else 0) >= _LINE and names[place].startswith(_WORD):
